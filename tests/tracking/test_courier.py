@@ -38,6 +38,7 @@ class Couriers:
 
     def __init__(self) -> None:
         self.idle: list[bool] = []
+        self.behind: list[float] = []
         self.error: BaseException | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
 
@@ -45,6 +46,8 @@ class Couriers:
         if self.error is not None:
             raise self.error
         self.idle.append("--idle" in command)
+        if "--behind" in command:
+            self.behind.append(float(command[command.index("--behind") + 1]))
         self.processes.append(subprocess.Popen(ASLEEP))
         return self.processes[-1]
 
@@ -89,7 +92,9 @@ def says(folder: RunFolder) -> None:
     delivery_state.save(delivery_state.path_of(folder, 0), DeliveryState())
 
 
-def starving(folder: RunFolder, started: Couriers, share: float) -> CourierSupervisor:
+def starving(
+    folder: RunFolder, started: Couriers, share: float, *, crowded: bool = False
+) -> CourierSupervisor:
     """Supervise a courier that waits for a processor and gets this share of one."""
     began = time.monotonic()
 
@@ -99,9 +104,11 @@ def starving(folder: RunFolder, started: Couriers, share: float) -> CourierSuper
 
     return CourierSupervisor(
         LiveAttempt(folder, 0, run_locks.claim(folder, 0).token),
-        starving_seconds=(0.3, 0.1),
+        starving_seconds=(30.0 if crowded else 0.3, 0.1),
+        crowded_seconds=0.3,
         spawn=started.start,
         processor_time=processor_time,
+        is_crowded=lambda: crowded,
     )
 
 
@@ -113,6 +120,14 @@ def test_courier_that_starves_is_replaced_once_by_one_of_normal_priority(
     assert started.idle == [True]
     tended(courier, 1.0)
     assert started.idle == [True, False] and started.processes[0].poll() is not None
+
+
+def test_courier_that_starves_among_many_processes_is_replaced_sooner(
+    folder: RunFolder, started: Couriers
+) -> None:
+    tended(starving(folder, started, share=0.01, crowded=True), 0.8)
+    assert started.idle == [True, False]
+    assert started.behind == [pytest.approx(0.3, abs=0.2)], "it need not wait once more"
 
 
 def test_courier_that_gets_a_part_of_a_processor_is_not_replaced(

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 
 import pytest
 
-from rankzero.tracking.throttle import Throttle
+from rankzero.tracking.throttle import Throttle, is_crowded
 
 
 class Process:
     """A process that runs and waits for a processor, by a clock of its own."""
 
-    def __init__(self, counts_waiting: bool = True) -> None:
+    def __init__(self, counts_waiting: bool = True, behind: float = 0.0) -> None:
         self.now = self.used = self.waited = 0.0
         self.pauses: list[float] = []
         self.throttle = Throttle(
             self._wait,
+            behind=behind,
             clock=lambda: self.now,
             used=lambda: self.used,
             waited=lambda: self.waited if counts_waiting else None,
@@ -52,6 +55,25 @@ def test_courier_takes_a_tenth_of_a_processor_that_others_want() -> None:
 def test_courier_does_not_pause_on_a_machine_with_free_processors() -> None:
     process = Process()
     assert not any(process.run(0.02, 0.001) for _ in range(100))
+
+
+def test_courier_in_the_place_of_another_one_is_as_far_behind() -> None:
+    process = Process(behind=20.0)
+    assert process.run(0.02, 0.02) == [], "its full share"
+
+
+def test_many_busy_processes_make_a_crowd() -> None:
+    command = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(command) for _ in range(4 * (os.cpu_count() or 1))]
+    try:
+        deadline = time.monotonic() + 10.0
+        while not is_crowded():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 def test_courier_takes_more_the_longer_it_is_behind() -> None:

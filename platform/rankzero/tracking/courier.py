@@ -85,12 +85,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--node", type=int, required=True)
     parser.add_argument("--pipe", type=int, required=True)
     parser.add_argument("--idle", action="store_true", help="use only idle processor time")
+    behind = "seconds since an earlier courier has delivered something"
+    parser.add_argument("--behind", type=float, default=0.0, help=behind)
     # A recorder of an earlier version passes it, if RankZero is upgraded during its run.
     parser.add_argument("--nice", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     log_without_secrets()
     folder = RunFolder(options.folder)
-    throttle = Throttle(functools.partial(closed, options.pipe))
+    throttle = Throttle(functools.partial(closed, options.pipe), behind=options.behind)
     if options.idle:
         give_way()
     with contextlib.nullcontext() if options.idle else throttle:

@@ -13,11 +13,18 @@ from rankzero.mlflow_store.patience import grace_seconds
 from rankzero.run_store import delivery_state, run_locks
 from rankzero.run_store.attempt import LiveAttempt
 from rankzero.tracking.retry import PAUSE_SECONDS, log
-from rankzero.tracking.throttle import ProcessorTime, end_giving_way, processor_time
+from rankzero.tracking.throttle import (
+    ProcessorTime,
+    end_giving_way,
+    is_crowded,
+    processor_time,
+)
 
 MOST_DEATHS = 5
 # After so long without progress, the courier may be starving: during the training, and after it.
 _STARVING_SECONDS = (30.0, 2.0)
+# Sooner if more than the training wants the processors: those others may never stop.
+_CROWDED_SECONDS = 8.0
 # It starves if it got less than this share of a processor, and waited for one half of the time.
 _STARVING_SHARE, _WAITING_SHARE = 0.05, 0.5
 
@@ -35,11 +42,14 @@ class CourierSupervisor:
         *,
         pause_seconds: float = PAUSE_SECONDS,
         starving_seconds: tuple[float, float] = _STARVING_SECONDS,
+        crowded_seconds: float = _CROWDED_SECONDS,
         spawn: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
         processor_time: Callable[[int], ProcessorTime | None] = processor_time,
+        is_crowded: Callable[[], bool] = is_crowded,
     ) -> None:
         self._attempt, self._spawn, self._processor_time = attempt, spawn, processor_time
         self._pause_seconds, self._starving_seconds = pause_seconds, starving_seconds
+        self._crowded_seconds, self._is_crowded = crowded_seconds, is_crowded
         self._path = delivery_state.path_of(attempt.folder, attempt.node)
         self._lock: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -125,7 +135,10 @@ class CourierSupervisor:
         if since != self._progress[0]:
             self._progress = (since, time_now)
         before, elapsed = self._progress[1], now - since
-        if elapsed < self._starving_seconds[self._finished is not None]:
+        limit = self._starving_seconds[self._finished is not None]
+        if elapsed < min(limit, self._crowded_seconds):
+            return False
+        if elapsed < limit and not self._is_crowded():
             return False
         if before is None or time_now is None:
             return self._wrote_at <= self._started
@@ -158,11 +171,14 @@ class CourierSupervisor:
         if self._lock is None:
             return time.monotonic() - (self._finished or self._started) < grace_seconds()
         self._look()
-        self._started = time.monotonic()
+        now = time.monotonic()
+        # The courier that it replaces has delivered nothing since then.
+        behind = 0.0 if self._is_idle else now - max(self._started, self._wrote_at)
+        self._started = now
         command = [
             *(sys.executable, "-P", "-m", "rankzero.tracking.courier", str(folder.path)),
             *("--token", self._attempt.token, "--node", str(node), "--pipe", str(self._reader)),
-            *(["--idle"] if self._is_idle else []),
+            *(["--idle"] if self._is_idle else ["--behind", f"{behind:.1f}"]),
         ]
         # If no process can be made, that is not the death of one.
         self._process = None

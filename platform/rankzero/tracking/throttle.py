@@ -25,26 +25,30 @@ _SLICE_SECONDS = 0.02
 _LONGEST_PAUSE = 1.0  # seconds
 # On a machine with free processors, a process that wants one waits for nearly nothing.
 _CONTENDED = 0.2
+# More threads than so many for each processor want to run: not only the training does.
+_CROWDED = 3.0
 
 
 class Throttle:
     """Pauses the main thread of this process, by a timer that counts processor time.
 
     Use it as a context manager, in the main thread. `wait` waits for so many seconds, or until the
-    training is over, and returns whether it is.
+    training is over, and returns whether it is. `behind`: for how many seconds an earlier courier
+    has delivered nothing.
     """
 
     def __init__(
         self,
         wait: Callable[[float], bool],
         *,
+        behind: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         used: Callable[[], float] = time.process_time,
         waited: Callable[[], float | None] | None = None,
     ) -> None:
         self._wait, self._clock, self._used = wait, clock, used
         self._waited = waited or _seconds_waited
-        self._caught_up_at, self._pauses = clock(), False
+        self._caught_up_at, self._pauses = clock() - behind, False
         self._before = (clock(), used(), self._waited())
 
     def __enter__(self) -> Throttle:
@@ -107,6 +111,15 @@ def processor_time(process: int | str = "self") -> ProcessorTime | None:
         return ProcessorTime(int(used) / 1e9, int(waited) / 1e9)
     except (OSError, ValueError):
         return None
+
+
+def is_crowded() -> bool:
+    """Return whether many more threads want to run than there are processors."""
+    try:
+        running = Path("/proc/loadavg").read_text().split()[3].partition("/")[0]
+    except (OSError, IndexError):
+        return False
+    return int(running) > _CROWDED * (os.cpu_count() or 1)
 
 
 def _seconds_waited() -> float | None:
