@@ -16,6 +16,7 @@ class Process:
     """A process that runs and waits for a processor, by a clock of its own."""
 
     def __init__(self, counts_waiting: bool = True, behind: float = 0.0) -> None:
+        self.crowded = False
         self.now = self.used = self.waited = 0.0
         self.pauses: list[float] = []
         self.throttle = Throttle(
@@ -24,6 +25,7 @@ class Process:
             clock=lambda: self.now,
             used=lambda: self.used,
             waited=lambda: self.waited if counts_waiting else None,
+            crowded=lambda: self.crowded,
         )
 
     def _wait(self, seconds: float) -> bool:
@@ -60,6 +62,14 @@ def test_courier_does_not_pause_on_a_machine_with_free_processors() -> None:
 def test_courier_in_the_place_of_another_one_is_as_far_behind() -> None:
     process = Process(behind=20.0)
     assert process.run(0.02, 0.02) == [], "its full share"
+
+
+def test_courier_does_not_pause_among_many_processes() -> None:
+    process = Process()
+    process.crowded = True
+    assert process.run(0.02, 0.2) == []
+    process.crowded = False
+    assert process.run(0.02, 0.02) == [0.16]
 
 
 def test_many_busy_processes_make_a_crowd() -> None:
@@ -104,7 +114,7 @@ def wait(seconds):
     time.sleep(seconds)
     return over
 over = False
-with Throttle(wait, waited=lambda: None):
+with Throttle(wait, waited=lambda: None, crowded=lambda: False):
     throttled = burn(0.12)
     over = True
     burn(0.05)

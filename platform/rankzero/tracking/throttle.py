@@ -3,7 +3,7 @@
 It begins at idle priority, which costs the training nothing. On a busy machine such a process gets
 nothing for minutes, and without privileges it cannot leave idle priority. So the recorder starts
 another courier in its place. That one keeps a normal priority and pauses by itself, the less the
-longer it is behind.
+longer it is behind. Among many processes it does not pause: its share is small there.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ class Throttle:
         clock: Callable[[], float] = time.monotonic,
         used: Callable[[], float] = time.process_time,
         waited: Callable[[], float | None] | None = None,
+        crowded: Callable[[], bool] | None = None,
     ) -> None:
         self._wait, self._clock, self._used = wait, clock, used
+        self._crowded = crowded or is_crowded
         self._waited = waited or _seconds_waited
         self._caught_up_at, self._pauses = clock() - behind, False
         self._before = (clock(), used(), self._waited())
@@ -77,6 +79,8 @@ class Throttle:
         waiting = None if waited is None or waited_before is None else waited - waited_before
         # If Linux does not count the waiting, others may want the processor at any time.
         contended = waiting is None or waiting > _CONTENDED * used
+        # Among many processes its full share is small, and the others would take what it leaves.
+        contended = contended and not self._crowded()
         pause = used / share - (now - at)
         if share < 1.0 and contended and pause > 0 and self._wait(min(pause, _LONGEST_PAUSE)):
             _lift()
