@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,10 @@ def says(folder: RunFolder) -> None:
 
 
 def starving(
-    folder: RunFolder, started: Couriers, share: float, *, crowded: bool = False
+    folder: RunFolder,
+    started: Couriers,
+    share: float,
+    is_crowded: Callable[[], bool] = lambda: False,
 ) -> CourierSupervisor:
     """Supervise a courier that waits for a processor and gets this share of one."""
     began = time.monotonic()
@@ -104,11 +107,11 @@ def starving(
 
     return CourierSupervisor(
         LiveAttempt(folder, 0, run_locks.claim(folder, 0).token),
-        starving_seconds=(30.0 if crowded else 0.3, 0.1),
-        crowded_seconds=0.3,
+        starving_seconds=(0.3, 0.1),
+        crowded_seconds=0.1,
         spawn=started.start,
         processor_time=processor_time,
-        is_crowded=lambda: crowded,
+        is_crowded=is_crowded,
     )
 
 
@@ -125,9 +128,17 @@ def test_courier_that_starves_is_replaced_once_by_one_of_normal_priority(
 def test_courier_that_starves_among_many_processes_is_replaced_sooner(
     folder: RunFolder, started: Couriers
 ) -> None:
-    tended(starving(folder, started, share=0.01, crowded=True), 0.8)
+    crowd = iter([False])
+    tended(starving(folder, started, 0.01, lambda: next(crowd, True)), 0.25)
     assert started.idle == [True, False]
-    assert started.behind == [pytest.approx(0.3, abs=0.2)], "it need not wait once more"
+    assert started.behind == [pytest.approx(0.15, abs=0.1)], "it need not wait once more"
+
+
+def test_courier_that_starts_among_many_processes_does_not_wait_for_idle_time(
+    folder: RunFolder, started: Couriers
+) -> None:
+    starving(folder, started, 0.01, lambda: True).tend()
+    assert started.idle == [False]
 
 
 def test_courier_that_gets_a_part_of_a_processor_is_not_replaced(

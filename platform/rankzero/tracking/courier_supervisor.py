@@ -32,7 +32,7 @@ _STARVING_SHARE, _WAITING_SHARE = 0.05, 0.5
 class CourierSupervisor:
     """Runs in the recorder. Starts the courier, restarts it if it dies or starves.
 
-    The first courier uses only idle processor time. The supervisor holds the lock that permits
+    The first courier uses only idle processor time, if there is any. The supervisor holds the lock that permits
     delivery, and each courier inherits it.
     """
 
@@ -54,7 +54,7 @@ class CourierSupervisor:
         self._lock: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._reader, self._writer = os.pipe()
-        self._started, self._deaths, self._is_idle = time.monotonic(), 0, True
+        self._started, self._deaths, self._is_idle = time.monotonic(), 0, not is_crowded()
         self._restarts_at = 0.0
         self._finished: float | None = None
         # When the courier was last seen to have replaced delivery.json, and that file's identity.
