@@ -14,7 +14,14 @@ from rankzero.errors import RunFailed, UserError
 from rankzero.tuning.next_trial import guesses
 from rankzero.tuning.options import PRUNERS, SAMPLERS, SearchOptions
 from rankzero.tuning.session import Session
-from rankzero.tuning.space import BATCH_INDEX, FACTOR, SPEED, make_space, settings_text
+from rankzero.tuning.space import (
+    BATCH_INDEX,
+    FACTOR,
+    SPEED,
+    asked_for,
+    make_space,
+    settings_text,
+)
 from rankzero.tuning.study import Study, find_study, open_study
 from rankzero.tuning.trial import Trial
 from rankzero.tuning.verdict.decide import Verdict
@@ -238,8 +245,73 @@ def test_a_target_that_no_trial_reaches(search: Searcher) -> None:
 
 
 def test_a_budget_that_is_too_short_raises(search: Searcher) -> None:
-    with pytest.raises(RunFailed, match="is too short: your own configuration alone takes"):
+    with pytest.raises(RunFailed, match="is too short for a second trial"):
         search(trials=None, minutes=1e-9)
+
+
+def test_the_least_minutes_that_the_error_names_are_enough(tmp_path: Path) -> None:
+    def searched(minutes: float) -> Study:
+        launcher, space = FakeLauncher(), make_space(Mine(), 1, 0.5, samples=1000)
+        storage = f"sqlite:///{tmp_path / f'{minutes}.db'}"
+        study = open_study(storage, "s", sampler="tpe", pruner="asha", seed=0)
+        study.draw_from(space.parameters())
+        options = SearchOptions(trials=None, minutes=minutes)
+        clock = lambda: launcher.seconds  # noqa: E731
+        Session(study, space, [launcher], options, lambda _: None, clock).run()
+        return study
+
+    with pytest.raises(RunFailed) as raised:
+        searched(0.05)
+    assert len(searched(float(str(raised.value).rpartition("--minutes ")[2])).trials()) > 1
+
+
+@pytest.mark.parametrize("times", [30.0, 1 / 30])
+def test_a_learning_rate_that_is_wrong_by_30_leads_to_the_same_sweet_spot(
+    tmp_path: Path, times: float
+) -> None:
+    def searched(lr: float) -> tuple[Verdict, float]:
+        launcher, space = FakeLauncher(), make_space(Mine(lr=lr), 1, 0.5, samples=1000)
+        storage = f"sqlite:///{tmp_path / f'{lr}.db'}"
+        study = open_study(storage, "s", sampler="tpe", pruner="asha", seed=0)
+        study.draw_from(space.parameters())
+        # Starting a run takes half a second.
+        clock = lambda: launcher.seconds + 0.5 * len(launcher.started)  # noqa: E731
+        session = Session(study, space, [launcher], SearchOptions(), lambda _: None, clock)
+        return session.run(guesses(space)), clock()
+
+    (right, cost), (found, more) = searched(0.07), searched(0.07 * times)
+    assert found.beaten and found.winner.batch_size == right.winner.batch_size
+    assert found.winner.settings["lr"] == pytest.approx(right.winner.settings["lr"], rel=0.5)
+    assert more < 1.5 * cost, "a part is the wrong guess itself, which trains to its end"
+
+
+def test_a_reference_that_diverges_does_not_end_a_search_with_a_target(search: Searcher) -> None:
+    def fate(_number: int, experiment: Experiment) -> str:
+        return "nan" if experiment.lr > 1.0 else ""
+
+    found, study, launcher, lines = search(FakeLauncher(fate), Mine(lr=2.0))
+    assert study.trials()[0].state == "PRUNED" and launcher.started[1].lr == pytest.approx(0.25)
+    assert found.beaten and found.winner.reached and not found.reference.reached
+    assert any("missed the quality" in line for line in lines)
+
+    class Open(Mine):
+        goal: Goal = Goal("val/accuracy", "max")
+        lr: float = 2.0
+
+    with pytest.raises(RunFailed, match=r"With a goal\.target, a search continues"):
+        search(FakeLauncher(fate), Open())
+
+
+def test_a_round_in_which_the_machine_slowed_down_is_trained_again(search: Searcher) -> None:
+    class Slowing(FakeLauncher):
+        def speed(self, experiment: Experiment) -> float:
+            slow = experiment.train.seed == 1001 and experiment.train.batch_size == 32
+            return super().speed(experiment) * (0.7 if slow else 1.0)
+
+    found, study, _, lines = search(Slowing())
+    assert study.facts["disturbed"] == [1001]
+    assert sorted(run.seed for run in found.reference.runs) == [1000, 1002, 1006]
+    assert any("the machine's speed changed in the round of seed 1001" in line for line in lines)
 
 
 def test_a_reference_that_is_the_best_wins(search: Searcher) -> None:
@@ -256,6 +328,30 @@ def test_a_reference_that_is_the_best_wins(search: Searcher) -> None:
 def test_samplers_and_pruners(search: Searcher, sampler: str, pruner: str) -> None:
     _, study, _, _ = search(sampler=sampler, pruner=pruner, trials=8)
     assert len(study.trials()) == 8
+
+
+def test_a_grid_covers_what_was_asked_for_and_names_what_it_does_not(tmp_path: Path) -> None:
+    class Asked(Mine):
+        width: int = 16
+        depth: int = 1
+        search = {"width": Choice(16, 32, 64), "depth": Choice(1, 2)}
+
+    space = asked_for(make_space(Asked(), 1, 0.5, ("fp32", "bf16"), samples=1000))
+    storage = f"sqlite:///{tmp_path / 's.db'}"
+    study = open_study(storage, "s", sampler="grid", pruner="none", seed=0)
+    study.draw_from(space.parameters())
+    launcher = FakeLauncher()
+
+    def searched(trials: int) -> None:
+        options = SearchOptions(trials=trials, sampler="grid")
+        Session(study, space, [launcher], options, lambda _: None).run(guesses(space))
+
+    searched(4)
+    assert len(study.untried_cells()) == 2
+    searched(6)
+    assert study.untried_cells() == []
+    tried = [(one["width"], one["depth"]) for one in (t.parameters for t in study.trials())]
+    assert len(set(tried)) == 6
 
 
 def test_nothing_is_trained_twice_and_a_small_space_ends(search: Searcher) -> None:

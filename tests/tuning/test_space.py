@@ -157,19 +157,46 @@ def test_neighbours_are_one_step_away_in_one_direction() -> None:
     changed = [
         {name: value for name, value in near.items() if value != own[name]} for near in found
     ]
-    assert changed == [
-        {FACTOR: 2.0},
-        {FACTOR: 0.5},
-        {BATCH_INDEX: 2},
-        {BATCH_INDEX: 0},
-        {"width": 64},
-        {"width": 16},
-    ]
-    edge = {**own, FACTOR: 4.0, BATCH_INDEX: 2, "width": 64}
-    assert [
-        near for near in space.neighbours(edge) if near[FACTOR] > 4 or near[BATCH_INDEX] > 2
-    ] == []
-    assert len(space.neighbours(edge)) == 3
+    assert changed == [{BATCH_INDEX: 2}, {BATCH_INDEX: 0}, {"width": 64}, {"width": 16}]
+    edge = {**own, BATCH_INDEX: 2, "width": 64}
+    assert all(near[BATCH_INDEX] <= 2 and near["width"] <= 64 for near in space.neighbours(edge))
+    assert len(space.neighbours(edge)) == 2
+
+
+def test_learning_rates_go_beyond_what_was_tried_and_then_close_in() -> None:
+    space = make_space(Plain(), 1, 1.0)
+    own = space.reference_parameters()
+
+    def further(factor: float, *tried: float) -> list[float]:
+        near = {**own, FACTOR: factor}
+        return [one[FACTOR] for one in space.further_lrs(near, [factor, *tried])]
+
+    def closer(factor: float, *tried: float) -> list[float]:
+        near = {**own, FACTOR: factor}
+        return [one[FACTOR] for one in space.closer_lrs(near, [factor, *tried])]
+
+    assert further(1.0) == [4.0, 0.25] and further(1.0, 4.0) == [0.25]
+    assert further(16.0, 1.0) == [32.0] and further(32.0, 1.0) == [], "the range ends there"
+    assert closer(1.0) == [] and closer(4.0, 1.0, 16.0) == [8.0, 2.0]
+    assert closer(4.0, 2.0, 8.0) == [], "near enough"
+
+    fixed = make_space(searching(lr=Choice(0.1)), 1, 1.0)
+    assert FACTOR not in fixed.parameters()
+    alone = fixed.reference_parameters()
+    assert fixed.further_lrs(alone, []) == fixed.closer_lrs(alone, []) == []
+
+
+def test_a_number_at_the_edge_of_its_range_is_named() -> None:
+    class Ranges(Plain):
+        dropout: float = 0.1
+        depth: int = 3
+        search = {"dropout": Uniform(0.0, 0.5), "depth": Integer(2, 8)}
+
+    space = make_space(Ranges(), 1, 1.0)
+    inside = {**space.reference_parameters(), FACTOR: 20.0}
+    assert space.at_edge(inside) == []
+    assert space.at_edge({**inside, FACTOR: 1 / 30}) == ["lr"]
+    assert space.at_edge({**inside, "dropout": 0.49, "depth": 8}) == ["dropout", "depth"]
 
 
 def test_a_seed_is_not_searched_and_a_fold_gets_a_warning() -> None:

@@ -32,8 +32,8 @@ _STARVING_SHARE, _WAITING_SHARE = 0.05, 0.5
 class CourierSupervisor:
     """Runs in the recorder. Starts the courier, restarts it if it dies or starves.
 
-    The first courier uses only idle processor time, if there is any. The supervisor holds the lock that permits
-    delivery, and each courier inherits it.
+    The first courier uses only idle processor time, if there is any. The supervisor holds the lock
+    that permits delivery, and each courier inherits it.
     """
 
     def __init__(

@@ -29,11 +29,11 @@ def agree_on_space(
 ) -> Space:
     """Return the space that all processes draw from. The first leader stores it, for good.
 
-    The probe map rules out batches that do not fit or are no faster, and slow precisions. `speed`:
-    the settings that the probe decided on.
+    The probe map rules out batches that do not fit or are no faster, and slow precisions. A grid
+    keeps all of its cells. `speed`: the settings that the probe decided on.
     """
     if SPACE not in study.facts:
-        if measured:
+        if measured and options.sampler != "grid":
             sizes = [one.batch_size for one in grid.fastest(measured)]
             space = narrowed(space, sizes, grid.worth_searching(measured, space.precisions))
         space = dataclasses.replace(space, speed=speed or {})

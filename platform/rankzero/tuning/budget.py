@@ -10,6 +10,7 @@ from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.space import Space
 from rankzero.tuning.study import Study
 from rankzero.tuning.trial import Trial
+from rankzero.tuning.verdict import confirm
 
 SECONDS, REFERENCE_SECONDS = "seconds", "reference_seconds"
 """Facts of a study: the seconds that it took so far, and those of its first trial as a whole."""
@@ -68,14 +69,18 @@ class Budget:
 
     def too_short(self) -> str | None:
         """Return an error message if the budget did not suffice for a second trial, or None."""
-        tried = next_trial.ended(self._study.trials())
-        if self._options.minutes is None or len(tried) >= 2:
+        trials = self._study.trials()
+        if self._options.minutes is None or len(next_trial.ended(trials)) >= 2:
             return None
-        own, seeds = float(self._study.facts.get(REFERENCE_SECONDS, 0.0)), self._options.seeds
+        own = float(self._study.facts.get(REFERENCE_SECONDS, 0.0))
+        confirmation = self._confirmation_seconds(trials)
+        # Rounded up: exactly so many minutes would be too few by a hair.
+        least = math.ceil((self.seconds + own + confirmation) / 6 + 1) / 10
         return (
-            f"--minutes {self._options.minutes:g} is too short: your own configuration alone takes "
-            f"{own:.0f} s, and the confirmation trains it {seeds} times more: give at least "
-            f"{(2 + seeds) * own / 30:.1f}"
+            f"--minutes {self._options.minutes:g} is too short for a second trial: the search has "
+            f"taken {self.seconds:.0f} s, your own configuration {own:.0f} s of them, and "
+            f"confirming a better one takes about {confirmation:.0f} s: give at least "
+            f"--minutes {least:g}"
         )
 
     def _fits(self, seconds: float) -> bool:
@@ -86,18 +91,28 @@ class Budget:
         reference = next_trial.reference_trial(trials, self._space)
         if reference is None:
             return 0.0
-        found = [reference, *next_trial.challengers(trials, self._space, self._options.challengers)]
+        most = self._options.challengers
+        found = [reference, *next_trial.challengers(trials, self._space, most)]
         # Challengers that are still to be found will be about as fast as the fastest known trial.
-        missing = 1 + self._options.challengers - len(found)
+        # As long as there is none, one will do: a bad guess must not use up the budget.
+        missing = 1 + most - len(found) if len(found) > 1 else min(1, most)
         return self._seconds_of([*found, *[min(found, key=_train_seconds)] * missing])
 
     def _seconds_of(self, candidates: Sequence[Trial]) -> float:
         """Return the estimated seconds to train these on all seeds."""
-        reference = next_trial.reference_trial(self._study.trials(), self._space)
+        trials = self._study.trials()
+        reference = next_trial.reference_trial(trials, self._space)
         own = 0.0 if reference is None else _train_seconds(reference)
         # A run costs more than its steps: starting and evaluating. The reference shows how much.
         fixed = max(0.0, float(self._study.facts.get(REFERENCE_SECONDS, 0.0)) - own)
-        each = sum(fixed + _train_seconds(trial) for trial in candidates)
+        best = next_trial.best_value(trials)
+        # A trial that missed the quality is stopped early in its confirmation.
+        is_time = self._options.objective == "time-to-target"
+        late = confirm.CLEARLY_WORSE * best if is_time and best is not None else math.inf
+        each = sum(
+            fixed + (_train_seconds(one) if one.feasible else min(late, _train_seconds(one)))
+            for one in candidates
+        )
         return _MARGIN * self._options.seeds * each / self._side_by_side
 
 

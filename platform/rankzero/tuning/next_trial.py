@@ -10,12 +10,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rankzero.tuning.space import BATCH_INDEX, Space
+from rankzero.tuning.learning_curve import CurvePoint
+from rankzero.tuning.space import BATCH_INDEX, FACTOR, Space
 from rankzero.tuning.trial import Trial
 
 REPEAT = "same_as"
 """A fact of a trial: the number of the trial that it copied its result from."""
 _CLOSE, _NEAR = 0.1, 0.5  # relative
+_STEP_TO_A_FIRST = 8.0  # of the learning rate, until a trial reaches the quality
 Parameters = Mapping[str, Any]
 
 
@@ -50,22 +52,75 @@ def upcoming(
 ) -> Parameters | None:
     """Return the parameters to try next, or None if the sampler shall draw them.
 
-    In order: interrupted trials, those in `first`, the neighbours of each new best trial.
+    In order: interrupted trials, those in `first`, those around the best so far. While no trial
+    reaches the quality, other learning rates come before `first`: they are the likelier cause.
     """
-    known = ended(trials)
-    interrupted = [trial.parameters for trial in trials if trial.abandoned]
+    if (again := interrupted(trials, space)) is not None:
+        return again
+    plan: list[Parameters] = []
+    around = _around_the_best(trials, space)
+    best = leading(trials)
+    if best is not None and best.feasible:
+        plan += [*_with_its_lr(first, trials, best), *around]
+    else:
+        plan += [*around, *first]
+    return _first_untried(plan, trials)
+
+
+def interrupted(trials: Sequence[Trial], space: Space) -> Parameters | None:
+    """Return the parameters of an interrupted trial that no other trial has, or None."""
     # A process that was killed while it drew a trial left only some of its parameters.
     names = set(space.parameters())
-    plan = [*(parameters for parameters in interrupted if set(parameters) == names), *first]
-    best = math.inf
-    for trial in known:
-        if trial.feasible and trial.rank < best:
-            best = trial.rank
-            # The reference is the first, and its neighbours are among the guesses.
-            plan += space.neighbours(trial.parameters) if trial is not known[0] else []
+    lost = [one.parameters for one in trials if one.abandoned and set(one.parameters) == names]
+    return _first_untried(lost, trials)
+
+
+def _first_untried(plan: Sequence[Parameters], trials: Sequence[Trial]) -> Parameters | None:
     # Abandoned trials are not among these, so their parameters come again.
     tried = [trial.parameters for trial in taken(trials)]
     return next((parameters for parameters in plan if parameters not in tried), None)
+
+
+def _with_its_lr(
+    first: Sequence[Parameters], trials: Sequence[Trial], best: Trial
+) -> list[Parameters]:
+    """Return the guesses, with the best trial's learning rate if the reference's own was bad."""
+    own = ended(trials)[0]
+    if own.feasible or FACTOR not in best.parameters:
+        return list(first)
+    return [{**parameters, FACTOR: best.parameters[FACTOR]} for parameters in first]
+
+
+def _around_the_best(trials: Sequence[Trial], space: Space) -> list[Parameters]:
+    """Return the configurations around the best trial, or on the way to a first good one."""
+    known, best = ended(trials), leading(trials)
+    tried = [float(one.parameters[FACTOR]) for one in taken(trials) if FACTOR in one.parameters]
+    if best is None:
+        # The learning rate is too high if all diverged.
+        lowest = min(tried, default=0.0)
+        own = {**known[0].parameters, FACTOR: lowest} if tried and known else {}
+        further = space.further_lrs(own, tried, _STEP_TO_A_FIRST)
+        return [space.sped_up(one) for one in further if one[FACTOR] < lowest]
+    # The reference lacks the settings of speed.
+    own = space.sped_up(best.parameters)
+    closer = space.closer_lrs(own, tried)
+    if not best.feasible:
+        return [*space.further_lrs(own, tried, _STEP_TO_A_FIRST), *closer]
+    return [*space.further_lrs(own, tried), *space.neighbours(own), *closer]
+
+
+def leading(trials: Sequence[Trial]) -> Trial | None:
+    """Return the best feasible trial; without one, the complete trial nearest to the quality."""
+    complete = [one for one in ended(trials) if one.state == "COMPLETE"]
+    return min(complete, key=lambda one: (not one.feasible, one.rank), default=None)
+
+
+def nearest_curve(trials: Sequence[Trial]) -> list[CurvePoint]:
+    """Return the curve of the trial nearest to the quality; nothing once one has reached it."""
+    best = leading(trials)
+    if best is None or best.feasible:
+        return []
+    return [CurvePoint(*point) for point in best.facts.get("curve", ())]
 
 
 def twin(trials: Sequence[Trial], number: int) -> Trial | None:
@@ -80,10 +135,14 @@ def twin(trials: Sequence[Trial], number: int) -> Trial | None:
 
 
 def reference_trial(trials: Sequence[Trial], space: Space) -> Trial | None:
-    """Return the complete trial of the user's own configuration, or None."""
+    """Return the ended trial of the user's own configuration, or None.
+
+    One that diverged counts if the goal has a target: other configurations may reach it.
+    """
     wanted = space.reference_parameters()
-    found = (one for one in trials if one.state == "COMPLETE" and one.parameters == wanted)
-    return next(found, None)
+    states = ["COMPLETE"] if space.reference.goal.target is None else ["COMPLETE", "PRUNED"]
+    own = [one for one in trials if one.parameters == wanted and one.state in states]
+    return min(own, key=lambda one: states.index(one.state), default=None)
 
 
 def best_value(trials: Sequence[Trial]) -> float | None:

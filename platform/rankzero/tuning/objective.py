@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from rankzero.errors import UserError
 from rankzero.experiment import Goal
-from rankzero.tuning.learning_curve import LearningCurve
+from rankzero.tuning.learning_curve import CurvePoint, LearningCurve
 
 Name = Literal["time-to-target", "throughput", "tokens", "quality"]
 NAMES: tuple[Name, ...] = get_args(Name)
@@ -78,11 +79,24 @@ class Objective:
         """Return the value that pruning compares at equal training time, to be minimised."""
         return self.gap(curve) if self.target is not None else self._negated_best(curve)
 
-    def cannot_beat(self, curve: LearningCurve, best: float | None) -> bool:
+    def cannot_beat(
+        self, curve: LearningCurve, best: float | None, slack: float = _CANNOT_WIN
+    ) -> bool:
         """Return whether the trial cannot beat the value `best` any more, whatever its quality."""
         if self.name != "time-to-target" or best is None:
             return False
-        return curve.seconds > _CANNOT_WIN * best
+        return curve.seconds > slack * best
+
+    def is_worse(self, curve: LearningCurve, points: Sequence[CurvePoint]) -> bool:
+        """Return whether another trial was closer to the target after as much training time.
+
+        `points`: the other trial's curve, or nothing.
+        """
+        if self.name != "time-to-target":
+            return False
+        before = [point for point in points if point.seconds <= curve.seconds]
+        other = dataclasses.replace(curve, points=before)
+        return bool(before) and self.gap(curve) > self.gap(other)
 
     def _negated_best(self, curve: LearningCurve) -> float:
         if curve.best is None:

@@ -34,7 +34,7 @@ from rankzero.tuning.reports.study_run import (
     sweet_spot_yaml,
     trials_markdown,
 )
-from rankzero.tuning.session import TARGET, Session
+from rankzero.tuning.session import DISTURBED, TARGET, Session
 from rankzero.tuning.space import Space
 from rankzero.tuning.study import OWNER, Study, open_study
 from rankzero.tuning.trials.describe import ExperimentDescription
@@ -223,8 +223,19 @@ def _report(
     sign = 1 if goal.mode == "max" else -1
     qualities = [(one.number, float(one.facts["best"])) for one in trials if "best" in one.facts]
     closest = max(qualities, key=lambda pair: sign * pair[1], default=None)
-    text = sentence(verdict, goal, facts.get(TARGET), facts[SECONDS], closest)
-    sweet_spot = space.experiment(trials[verdict.winner.trial].parameters)
+    chosen = trials[verdict.winner.trial].parameters
+    text = sentence(
+        verdict,
+        goal,
+        facts.get(TARGET),
+        facts[SECONDS],
+        closest,
+        edges=space.at_edge(chosen),
+        disturbed=len(facts.get(DISTURBED, ())),
+    )
+    if setup.options.sampler == "grid" and (left := study.untried_cells()):
+        text += f" The grid has {len(left)} cells that were not tried, such as {left[0]}."
+    sweet_spot = space.experiment(chosen)
     run.write_trials(trials)
     run.write("sweet_spot.yaml", sweet_spot_yaml(sweet_spot, text, setup.use))
     # For `rankzero report`, which reads the study alone.

@@ -21,7 +21,7 @@ from rankzero.tuning.learning_curve import LearningCurve
 from rankzero.tuning.objective import Objective, target_quality
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.space import Space
-from rankzero.tuning.study import RUNGS, Study
+from rankzero.tuning.study import FIRST_RUNG, RUNGS, Study
 from rankzero.tuning.trial import Trial
 from rankzero.tuning.trials import follower
 from rankzero.tuning.trials.follower import TrialJob, TrialPool, TrialResult
@@ -29,8 +29,9 @@ from rankzero.tuning.trials.launcher import TrainLauncher
 from rankzero.tuning.verdict import confirm
 from rankzero.tuning.verdict.decide import LOOKS, Verdict, finalists
 
-CONFIRMATIONS, TARGET = "confirmations", "target"
-"""Facts of a study: the confirmation runs, and the quality that trials must reach."""
+CONFIRMATIONS, DISTURBED, TARGET = "confirmations", "disturbed", "target"
+"""Facts of a study: the confirmation runs, the seeds of those that were trained again because the
+machine's speed changed, and the quality that trials must reach."""
 _MOST_REPEATS = 50  # draws of known configurations in a row, before the space counts as exhausted
 _POLL_SECONDS = 1.0
 
@@ -110,7 +111,7 @@ class Session:
                 reason = self._study.trials()[-1].facts.get("reason")
                 raise RunFailed(
                     "your own configuration did not train to its end, so there is nothing to "
-                    f"compare with: {reason}"
+                    f"compare with: {reason}. With a goal.target, a search continues without it"
                 )
 
     def _reference_job(self) -> TrialJob:
@@ -122,6 +123,8 @@ class Session:
         def ended(result: TrialResult | None) -> None:
             if result is not None:
                 self._study.note(REFERENCE_SECONDS, self._clock() - began)
+                if result.state == "PRUNED" and reference.goal.target is not None:
+                    self._study.note(TARGET, reference.goal.target)
                 if result.state == "COMPLETE":
                     target = target_quality(objective, result.curve, self._options.tolerance)
                     self._study.note(TARGET, target)
@@ -135,7 +138,7 @@ class Session:
     def _next_trial(self) -> TrialJob | None:
         """Ask for the next trial; return its job, or None if none may start now."""
         while self._allows_a_trial():
-            planned = next_trial.upcoming(self._study.trials(), self._guesses, self._space)
+            planned = self._planned()
             if planned is None and not self._space.is_drawn:
                 self._repeats = _MOST_REPEATS
                 return None
@@ -147,7 +150,7 @@ class Session:
             twin = next_trial.twin(self._study.trials(), number)
             if twin is None:
                 self._repeats = 0
-                return self._trial_job(number, parameters)
+                return self._trial_job(number, parameters, is_planned=planned is not None)
             # A twin that still runs has no result to copy. Then this trial counts for nothing.
             self._repeats += 1
             known = twin.state in ("COMPLETE", "PRUNED")
@@ -156,16 +159,28 @@ class Session:
             self._study.tell(number, state, twin.value, twin.constraints, facts)
         return None
 
+    def _planned(self) -> Mapping[str, Any] | None:
+        """Return the parameters to try next, or None if the sampler shall draw them."""
+        trials = self._study.trials()
+        if self._options.sampler == "grid":
+            return next_trial.interrupted(trials, self._space)
+        return next_trial.upcoming(trials, self._guesses, self._space)
+
     def _allows_a_trial(self) -> bool:
         return self._repeats < _MOST_REPEATS and self._budget.allows_a_trial()
 
-    def _trial_job(self, number: int, parameters: Mapping[str, Any]) -> TrialJob:
+    def _trial_job(
+        self, number: int, parameters: Mapping[str, Any], *, is_planned: bool
+    ) -> TrialJob:
         experiment, objective = self._space.experiment(parameters), self._objective
-        best = next_trial.best_value(self._study.trials())
-        # A guess is trained to its end, unless it cannot win: it has no others to compare with.
-        is_guess, reference, reported = parameters in self._guesses, self._reference(), 0
+        trials = self._study.trials()
+        best, nearest = next_trial.best_value(trials), next_trial.nearest_curve(trials)
+        # A planned trial is trained to its end, unless it cannot win. Early on, a larger batch or a
+        # lower learning rate is always worse than the trials that it is to be compared with.
+        reference, reported = self._reference(), 0
         # Without a reference there is no common time to compare at.
-        seconds = float(reference.facts["train_seconds"]) if reference else 0.0
+        whole = reference is not None and reference.state == "COMPLETE"
+        seconds = float(reference.facts["train_seconds"]) if reference and whole else 0.0
         rung_seconds = seconds / RUNGS or math.inf
 
         def why_prune(curve: LearningCurve) -> str:
@@ -174,9 +189,13 @@ class Session:
                 return f"cannot beat the best, {best:.3g} s, any more"
             # Rungs are training time. Steps of different batch sizes are no common measure.
             rung = int(curve.seconds / rung_seconds)
-            if is_guess or rung <= reported or not curve.points:
+            if rung <= reported or not curve.points:
                 return ""
             reported = rung
+            if rung >= FIRST_RUNG and objective.is_worse(curve, nearest):
+                return "further from the quality than the best at the same training time"
+            if is_planned:
+                return ""
             is_worse = self._study.report(number, rung, objective.progress(curve))
             return "worse than others at the same training time" if is_worse else ""
 
@@ -225,14 +244,36 @@ class Session:
             if len(candidates) < 2:
                 return
             rounds = range(look * seeds, (look + 1) * seeds)
-            first_seed = space.reference.train.seed
-            missing = confirm.missing_runs(candidates, first_seed, rounds, self._confirmations())
-            self._pool.run_all(self._confirmation_job(*run) for run in missing)
+            self._train_rounds(candidates, rounds)
+            self._repeat_disturbed(candidates)
             # The second look trains only the two that it may separate.
             left = finalists(self._verdict())
             candidates = [trial for trial in candidates if trial.number in left]
             if not self._budget.allows_another_round(candidates):
                 return
+
+    def _train_rounds(self, candidates: Sequence[Trial], rounds: Sequence[int]) -> None:
+        first_seed = self._space.reference.train.seed
+        missing = confirm.missing_runs(candidates, first_seed, rounds, self._confirmations())
+        self._pool.run_all(self._confirmation_job(*run) for run in missing)
+
+    def _repeat_disturbed(self, candidates: Sequence[Trial]) -> None:
+        """Train another round for each in which the machine's speed changed, if there is time."""
+        known = list(self._study.facts.get(DISTURBED, []))
+        seeds = [seed for seed in confirm.disturbed(self._sound()) if seed not in known]
+        for seed in seeds[: max(0, self._options.seeds - len(known))]:
+            if not self._budget.allows_another_round(candidates):
+                return
+            known.append(seed)
+            self._notify(f"the machine's speed changed in the round of seed {seed}: again")
+            self._train_rounds(candidates, [LOOKS * self._options.seeds + len(known) - 1])
+            # Only now: a search that is killed in between keeps the old round until it has this.
+            self._study.note(DISTURBED, known)
+
+    def _sound(self) -> list[dict[str, Any]]:
+        """Return the confirmations without the rounds that were trained again."""
+        disturbed = self._study.facts.get(DISTURBED, [])
+        return [run for run in self._confirmations() if run["seed"] not in disturbed]
 
     def _confirmation_job(self, trial: Trial, seed: int) -> TrialJob:
         objective = self._objective
@@ -246,13 +287,20 @@ class Session:
             value = "missed the quality" if run.value is None else f"{abs(run.value):.4g}"
             self._notify(f"confirm  trial {trial.number} on seed {seed}: {value}")
 
+        best = next_trial.best_value(self._study.trials())
+
+        def why_prune(curve: LearningCurve) -> str:
+            # It missed the quality in its whole trial, so it need not be trained to its end again.
+            late = not trial.feasible and objective.cannot_beat(curve, best, confirm.CLEARLY_WORSE)
+            return f"does not reach the quality in {curve.seconds:.3g} s" if late else ""
+
         experiment = override(self._space.experiment(trial.parameters), {"train.seed": seed})
         label = f"{self._study.name}-confirm-{trial.number:03d}-{seed}"
-        return TrialJob(experiment, label, objective, ended)
+        return TrialJob(experiment, label, objective, ended, why_prune)
 
     def _confirmations(self) -> list[dict[str, Any]]:
         return list(self._study.facts.get(CONFIRMATIONS, []))
 
     def _verdict(self) -> Verdict:
-        trials, stored = self._study.trials(), self._confirmations()
+        trials, stored = self._study.trials(), self._sound()
         return confirm.verdict_of(trials, self._space, self._objective, stored)

@@ -27,7 +27,8 @@ SEED = "train.seed"
 _TO_REPEAT = {"fold", "split", "seed"}  # words in the names of settings that choose the data
 BATCH_INDEX, FACTOR, SPEED = "batch_index", "lr_factor", "speed settings"
 _MICRO_BATCH = "train.micro_batch"
-_FACTORS = LogUniform(0.25, 4.0)
+_FACTORS = LogUniform(1 / 32, 32.0)  # three decades: a guess may be far off
+_WIDE_STEP, _SHORT_WAY, _EDGE = 4.0, 1.2, 1.5  # ratios of learning rates
 _MOST_DOUBLINGS = 5  # up or down from the user's own batch size
 
 
@@ -147,27 +148,66 @@ class Space:
         return settings
 
     def neighbours(self, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the parameters that differ by one step in one of them.
+        """Return the parameters with the next batch size, or with the next option of one choice.
 
-        A step is half or twice the learning rate, the next batch size, or the next option of the
-        experiment's own choices if these are numbers.
+        Only the experiment's own choices of numbers have an order.
         """
-        steps: list[tuple[str, Any]] = []
-        if FACTOR in parameters and FACTOR in self.parameters():
-            tried = [parameters[FACTOR] * 2.0, parameters[FACTOR] / 2.0]
-            low, high = self.factors.low, self.factors.high
-            steps += [(FACTOR, one) for one in tried if low <= one <= high]
         ordered: dict[str, Sequence[Any]] = {BATCH_INDEX: range(len(self.batch_sizes))}
         for key, range_ in self.extras.items():
             # A bool has a number's operators, and no order that means anything.
             if isinstance(range_, Choice) and {type(one) for one in range_.options} <= {int, float}:
                 ordered[key] = sorted(range_.options)
+        found = []
         for name, options in ordered.items():
             if parameters.get(name) in options:
                 place = options.index(parameters[name])
                 near = [place + 1, place - 1]
-                steps += [(name, options[one]) for one in near if 0 <= one < len(options)]
-        return [{**parameters, name: value} for name, value in steps]
+                found += [
+                    {**parameters, name: options[one]} for one in near if 0 <= one < len(options)
+                ]
+        return found
+
+    def further_lrs(
+        self, parameters: Mapping[str, Any], tried: Sequence[float], step: float = _WIDE_STEP
+    ) -> list[dict[str, Any]]:
+        """Return the parameters with learning rates beyond those that were tried, in the range.
+
+        `tried`: the factors of all trials. `step`: the ratio to the new learning rates.
+        """
+        own = float(parameters.get(FACTOR, math.nan))
+        up, down = min(own * step, self.factors.high), max(own / step, self.factors.low)
+        found = [up] if up > _SHORT_WAY * own and max(tried, default=0.0) <= own else []
+        found += [down] if own > _SHORT_WAY * down and min(tried, default=own) >= own else []
+        return [{**parameters, FACTOR: factor} for factor in found]
+
+    def closer_lrs(
+        self, parameters: Mapping[str, Any], tried: Sequence[float]
+    ) -> list[dict[str, Any]]:
+        """Return the parameters with the learning rates half-way, by ratio, to those next to it."""
+        own = float(parameters.get(FACTOR, math.nan))
+        above = min((one for one in tried if one > own), default=own)
+        below = max((one for one in tried if one < own), default=own)
+        near = [one for one in (above, below) if max(one / own, own / one) > _WIDE_STEP / 2 + 0.5]
+        return [{**parameters, FACTOR: math.sqrt(own * one)} for one in near]
+
+    def at_edge(self, parameters: Mapping[str, Any]) -> list[str]:
+        """Return the keys of the numbers that lie at an edge of their range."""
+        found = []
+        for name, range_ in self.parameters().items():
+            match range_:
+                case LogUniform(low, high):
+                    value = float(parameters[name])
+                    edge = min(value / low, high / value) < min(_EDGE, (high / low) ** 0.1)
+                case Uniform(low, high):
+                    value = float(parameters[name])
+                    edge = min(value - low, high - value) < 0.05 * (high - low)
+                case Integer(low, high) if name != BATCH_INDEX:
+                    edge = parameters[name] in (low, high) and high - low > 1
+                case _:
+                    edge = False
+            if edge:
+                found.append(_LR if name == FACTOR else name)
+        return found
 
     def scaled_lr(self, batch_size: int) -> float:
         """Return the learning rate of the scaling rule for a batch size."""
@@ -229,6 +269,22 @@ def settings_text(settings: Mapping[str, Any]) -> str:
         text = f"{value:.2g}" if isinstance(value, float) else str(value)
         texts.append(f"{name} {text}".strip())
     return ", ".join(texts)
+
+
+def asked_for(space: Space) -> Space:
+    """Return the space with only what the experiment's `search` names, if it names anything.
+
+    A grid over all the rest would be too large to be finished.
+    """
+    named, train = type(space.reference).search, space.reference.train
+    if not named:
+        return space
+    return dataclasses.replace(
+        space,
+        batch_sizes=space.batch_sizes if BATCH in named else (train.batch_size,),
+        precisions=space.precisions if PRECISION in named else (train.precision,),
+        factors=space.factors if _LR in named else LogUniform(1.0, 1.0),
+    )
 
 
 def _check_range(reference: Experiment, key: str, range_: Range) -> None:

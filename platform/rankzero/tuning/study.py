@@ -8,7 +8,9 @@ seed, so an interrupted study continues with the draws that it would have made.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +36,7 @@ from rankzero.tuning.trial import State, Trial
 
 # Trials are compared each twelfth of the reference's training time, from a quarter on. Before
 # that, a warm-up or a large batch's few first steps say little.
-RUNGS, _FIRST_RUNG = 12, 3
+RUNGS, FIRST_RUNG = 12, 3
 _STARTUP_TRIALS = 6  # drawn at random, or given, before the sampler's model is used
 _GRID_POINTS = 5  # of a range that is not a list
 _DRAWING_SECONDS = 60.0  # at most, from a trial's creation until its owner's name is stored
@@ -141,6 +143,17 @@ class Study:
             for trial in stored
         ]
 
+    def untried_cells(self) -> list[dict[str, Any]]:
+        """Return the cells of the grid over the ranges that no ended trial has. All are finite."""
+        grid = {name: _grid_points(found) for name, found in self._distributions.items()}
+        ended = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+        stored = self._study.get_trials(deepcopy=False, states=ended)
+        tried = [one.params for one in stored if one.number not in set(self.abandoned)]
+        cells = (
+            dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())
+        )
+        return [cell for cell in cells if not any(_equal(cell, one) for one in tried)]
+
     def recover(self) -> list[int]:
         """Abandon the trials of dead processes; return their numbers."""
         running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
@@ -237,7 +250,7 @@ def _fixed(parameters: Mapping[str, Any]) -> optuna.samplers.BaseSampler:
 
 def _make_pruner(name: Pruner) -> optuna.pruners.BasePruner:
     """Return a pruner. Its resource is the rung that `Study.report` gets."""
-    first = _FIRST_RUNG
+    first = FIRST_RUNG
     match name:
         case "asha":
             return optuna.pruners.SuccessiveHalvingPruner(min_resource=first, reduction_factor=3)
@@ -262,6 +275,15 @@ def _grid_points(found: BaseDistribution) -> Sequence[Any]:
             return [low + (high - low) * part for part in parts]
         case _:
             raise TypeError(type(found).__name__)
+
+
+def _equal(cell: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two cells are one. A range's points are computed, so they may be a bit off."""
+    return all(
+        math.isclose(value, other[name]) if isinstance(value, float) else value == other[name]
+        for name, value in cell.items()
+        if name in other
+    )
 
 
 @contextlib.contextmanager

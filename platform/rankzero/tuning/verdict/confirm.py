@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,12 +17,16 @@ from rankzero.tuning.verdict.decide import Candidate, ConfirmationRun, Verdict, 
 
 NEW_SEED = 1000
 """Added to the experiment's seed: no trial has used a confirmation's seed."""
+CLEARLY_WORSE = 2.0
+"""Times the best: so long is a configuration trained again that missed the quality before."""
+_FEWEST_ROUNDS = 3  # to know what is usual
+_DISTURBANCE, _MUCH = 0.05, 4.0  # relative; times the usual disturbance
 Stored = Sequence[Mapping[str, Any]]
 """Confirmations as the study stores them: the fields of `ConfirmationRun`."""
 
 
 def missing_runs(
-    candidates: Sequence[Trial], first_seed: int, rounds: range, stored: Stored
+    candidates: Sequence[Trial], first_seed: int, rounds: Sequence[int], stored: Stored
 ) -> Iterator[tuple[Trial, int]]:
     """Yield the trials and seeds that are not stored yet: in each round all candidates on one seed.
 
@@ -57,6 +63,36 @@ def by_trial(stored: Stored) -> dict[int, list[ConfirmationRun]]:
         run = ConfirmationRun(**fields)
         found.setdefault(run.trial, []).append(run)
     return found
+
+
+def disturbed(stored: Stored) -> list[int]:
+    """Return the seeds of the rounds in which the machine's speed changed, the worst first.
+
+    A configuration's samples/s do not depend on the seed. The whole machine may be slower in one
+    round than in another: all candidates bear it alike. In a disturbed round, it was slower for
+    some of them.
+    """
+    speeds = {(run["seed"], run["trial"]): run["samples_per_second"] for run in stored}
+    by_seed: dict[int, dict[int, float]] = {}
+    for (seed, trial), speed in speeds.items():
+        if speed:
+            by_seed.setdefault(seed, {})[trial] = math.log(speed)
+    trials = set.intersection(*map(set, by_seed.values())) if by_seed else set()
+    if len(by_seed) < _FEWEST_ROUNDS or len(trials) < 2:
+        return []
+    level = {
+        seed: statistics.median(found[one] for one in trials) for seed, found in by_seed.items()
+    }
+    usual = {
+        one: statistics.median(found[one] - level[seed] for seed, found in by_seed.items())
+        for one in trials
+    }
+    worst = {
+        seed: max(abs(found[one] - level[seed] - usual[one]) for one in trials)
+        for seed, found in by_seed.items()
+    }
+    limit = max(_DISTURBANCE, _MUCH * statistics.median(worst.values()))
+    return sorted((seed for seed in worst if worst[seed] > limit), key=lambda one: -worst[one])
 
 
 def verdict_of(

@@ -76,7 +76,7 @@ class Verdict:
     """A smaller gain counts as noise: 0.03 is 3 %, for `quality` a difference of 0.03."""
     gain: float | None = None
     """Of the winner (without one: of the nearest challenger) over the reference. A ratio of times
-    or speeds, or a difference of qualities."""
+    or speeds, or a difference of qualities. Less than measured, because the best was lucky, too."""
     gain_low: float | None = None
     gain_high: float | None = None
     nearest: int | None = None
@@ -109,7 +109,7 @@ def decide(objective: Name, reference: Candidate, challengers: Sequence[Candidat
     )
     if not able or not reference.reached:
         return verdict
-    effect, width = own - scale.mean(nearest), scale.width(reference, nearest, 0.975)
+    effect, width = own - scale.shrunk(nearest, able), scale.width(reference, nearest, 0.975)
     return dataclasses.replace(
         verdict,
         gain=_gain(objective, effect),
@@ -149,6 +149,19 @@ class _Scale:
 
     def mean(self, one: Candidate) -> float:
         return statistics.fmean(self._scores[one.trial]) if self._scores[one.trial] else math.inf
+
+    def shrunk(self, one: Candidate, chosen_from: Sequence[Candidate]) -> float:
+        """Return the mean, moved towards that of all candidates it was chosen from.
+
+        The best of several was lucky, too (the winner's curse). Empirical Bayes: the share of the
+        candidates' variance that is noise is how far their means are moved (Efron & Morris 1975).
+        """
+        means = [self.mean(other) for other in chosen_from]
+        middle, noise = statistics.fmean(means), self._error(one, one) ** 2 / 2
+        if len(means) < 2 or self.mean(one) > middle or not noise:
+            return self.mean(one)
+        share = noise / max(noise, statistics.variance(means))
+        return middle + (1 - share) * (self.mean(one) - middle)
 
     def floor(self, one: Candidate, other: Candidate) -> float:
         """Return the difference above which one is surely better, and enough to matter."""

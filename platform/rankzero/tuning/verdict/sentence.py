@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 
 from rankzero.experiment import Goal
 from rankzero.tuning.objective import Name
@@ -17,10 +18,14 @@ def sentence(
     target: float | None,
     search_seconds: float,
     closest: tuple[int, float] | None = None,
+    *,
+    edges: Sequence[str] = (),
+    disturbed: int = 0,
 ) -> str:
     """Return the verdict as sentences.
 
-    `closest`: the trial with the best quality, and that quality.
+    `closest`: the trial with the best quality, and that quality. `edges`: the winner's numbers that
+    lie at an edge of their range. `disturbed`: the rounds that were trained again.
     """
     reference, winner = verdict.reference, verdict.winner
     minutes, short = search_seconds / 60, search_seconds < 90
@@ -34,6 +39,10 @@ def sentence(
     confirmed = "No other came close enough to be worth confirming."
     if len(winner.runs) > 1:
         confirmed = f"Confirmed on {len(winner.runs)} new seeds."
+    if disturbed:
+        confirmed += (
+            f" Trained again, because the machine's speed changed: {disturbed} of the rounds."
+        )
     own = _performance(verdict.objective, reference, goal, target)
     if not verdict.beaten:
         noise = f" beyond the noise of {verdict.noise:.0%}" if math.isfinite(verdict.noise) else ""
@@ -46,14 +55,27 @@ def sentence(
         saved = statistics.median(reference.values) - statistics.median(winner.values)
         if saved > 0:
             took += f" and pays for itself after {math.ceil(search_seconds / saved):,} runs"
-    fast, slow = (
-        median([run.samples_per_second for run in one.runs]) for one in (winner, reference)
+    at_edge = (
+        f" At the edge of its range: {', '.join(edges)}. Search again from there." if edges else ""
     )
-    speed_up = f"; {fast / slow:.2g}x the samples/s" if fast and slow else ""
     return (
         f"Your configuration {own}. The sweet spot {found}: {settings_text(winner.settings)}"
-        f"{speed_up}. {confirmed} {took}."
+        f"{_gains(verdict)}.{at_edge} {confirmed} {took}."
     )
+
+
+def _gains(verdict: Verdict) -> str:
+    """Return what the winner gains: in time to the target with its interval, and in samples/s."""
+    text, gain, low, high = "", verdict.gain, verdict.gain_low, verdict.gain_high
+    if verdict.objective == "time-to-target" and gain is not None:
+        text = f"; {gain:.2g}x as fast"
+        # With one run each, nothing is known of the noise.
+        text += f" ({low:.2g} to {high:.2g})" if low and high and math.isfinite(high) else ""
+    fast, slow = (
+        median([run.samples_per_second for run in one.runs])
+        for one in (verdict.winner, verdict.reference)
+    )
+    return text + (f"; {fast / slow:.2g}x the samples/s" if fast and slow else "")
 
 
 def _performance(name: Name, candidate: Candidate, goal: Goal, target: float | None) -> str:

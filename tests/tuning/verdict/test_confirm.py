@@ -1,0 +1,53 @@
+"""Confirmation: rounds in which the machine's speed changed."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from rankzero.tuning.verdict.confirm import disturbed
+
+
+def rounds(
+    speeds: list[list[float]], noise: float = 0.0, draw: random.Random | None = None
+) -> list[dict[str, float]]:
+    """Return the stored runs of these samples/s: one list for each seed."""
+    draw = draw or random.Random(0)
+    return [
+        {
+            "seed": 1000 + number,
+            "trial": trial,
+            "samples_per_second": speed * math.exp(draw.gauss(0, noise)),
+        }
+        for number, found in enumerate(speeds)
+        for trial, speed in enumerate(found)
+    ]
+
+
+def test_a_step_within_a_round_disturbs_that_round() -> None:
+    steady, after = [100.0, 300.0, 200.0], [80.0, 240.0, 160.0]
+    assert disturbed(rounds([steady, steady, steady])) == []
+    assert disturbed(rounds([steady, [100.0, 240.0, 160.0], after], 0.005)) == [1001]
+
+
+def test_a_slower_machine_that_stays_so_disturbs_no_round() -> None:
+    slower = [[100.0 * share, 300.0 * share] for share in (1.0, 0.8, 0.8)]
+    drifting = [[100.0 * share, 300.0 * share] for share in (1.0, 0.93, 0.86)]
+    assert disturbed(rounds(slower, 0.005)) == disturbed(rounds(drifting, 0.005)) == []
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.1, 0.3])
+def test_noise_rarely_counts_as_a_disturbance(noise: float) -> None:
+    draw = random.Random(7)
+    tables = [rounds([[100.0, 300.0, 200.0]] * 3, noise, draw) for _ in range(300)]
+    assert sum(bool(disturbed(table)) for table in tables) <= 0.15 * len(tables)
+
+
+def test_too_few_runs_show_nothing() -> None:
+    assert disturbed([]) == []
+    assert disturbed(rounds([[100.0, 300.0], [100.0, 100.0]])) == []
+    assert disturbed(rounds([[100.0], [50.0], [100.0]])) == []
+    unknown = [{**run, "samples_per_second": None} for run in rounds([[1.0, 2.0]] * 3)]
+    assert disturbed(unknown) == []
