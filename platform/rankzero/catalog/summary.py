@@ -122,7 +122,7 @@ def read_summary(folder: RunFolder) -> Summary:
         goal=goal,
         best=number(results.get("best"))
         if ended
-        else best_of(events, goal, params.get("goal.mode", "min")),
+        else _best_of(events, goal, params.get("goal.mode", "min")),
         samples_per_second=number(results.get("samples_per_second", metrics.get(SPEED))),
         undelivered=bool(delivery.queue.awaited)
         or delivery_state.unread_bytes(folder, offsets) > 0,
@@ -222,7 +222,7 @@ def _newest_values(events: Iterable[Event]) -> dict[str, float]:
     return numbers(found)
 
 
-def best_of(events: Iterable[Event], metric: str, mode: str) -> float | None:
+def _best_of(events: Iterable[Event], metric: str, mode: str) -> float | None:
     """Return a metric's best value in the evaluations, or None without one."""
     judge = Goal(mode="max" if mode == "max" else "min")
     best: float | None = None

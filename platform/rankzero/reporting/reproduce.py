@@ -16,24 +16,27 @@ def commands(name: str, facts: Facts) -> list[str]:
     recorded = [words(command) for command in facts.commands]
     # Only a resume needs to know the new run's name.
     again = f"{name}-again" if any(command[1:2] == ["resume"] for command in recorded) else ""
-    attempts = []
-    for command in recorded:
-        if command[:2] == ["rankzero", "train"]:
-            command = [*command, *([_RUN_NAME[0], again] if again else [])]
-        elif command[:2] == ["rankzero", "resume"]:
-            command = [again if word == name else word for word in command]
-        elif command[:1] == ["rankzero"]:
-            # A child run: the recorded command made many runs.
-            file = facts.environment.get("rankzero.experiment_file", "EXP")
-            processes = facts.params.get("world_size", "1")
-            command = ["rankzero", "train", file, "--from", name, "--nproc", processes]
-        attempts.append(shlex.join(command))
+    attempts = [shlex.join(_repeated(command, name, again, facts)) for command in recorded]
     commit = facts.environment.get("mlflow.source.git.commit")
     if not attempts or not commit:
         return attempts
     is_dirty = facts.environment.get("rankzero.dirty") == "true"
     patch = ["git apply diff.patch   # of the run's artifacts, in provenance/"] if is_dirty else []
     return [f"git checkout {commit}", *patch, *attempts]
+
+
+def _repeated(command: list[str], name: str, again: str, facts: Facts) -> list[str]:
+    """Return the command of an attempt of the run `name`, for the new run `again`."""
+    if command[:2] == ["rankzero", "train"]:
+        return [*command, *([_RUN_NAME[0], again] if again else [])]
+    if command[:2] == ["rankzero", "resume"]:
+        return [again if word == name else word for word in command]
+    if command[:1] == ["rankzero"]:
+        # A child run: the recorded command made many runs.
+        file = facts.environment.get("rankzero.experiment_file", "EXP")
+        processes = facts.params.get("world_size", "1")
+        return ["rankzero", "train", file, "--from", name, "--nproc", processes]
+    return command
 
 
 def resume_lines(name: str) -> str:

@@ -105,17 +105,21 @@ def _lead(facts: Facts, end: RunEnded) -> str:
     return " · ".join(parts)
 
 
+def _best_rows(facts: Facts, best: float) -> Iterator[tuple[str, str]]:
+    goal = facts.goal
+    value = f"**{_number(best)}** at step {facts.best_step:,}"
+    yield f"Best `{goal.metric}` ({goal.mode})", value
+    if goal.target is not None:
+        verdict = "reached" if goal.reached(best) else "not reached"
+        yield f"Target {_number(goal.target)}", f"**{verdict}**"
+    # The best checkpoint has these values, too.
+    for key, other in facts.best_metrics.items():
+        if key != goal.metric:
+            yield f"`{key}` at that step", _number(other)
+
+
 def _results(facts: Facts, end: RunEnded) -> str:
-    goal, rows = facts.goal, list[tuple[str, str]]()
-    if facts.best is not None:
-        best = f"**{_number(facts.best)}** at step {facts.best_step:,}"
-        rows.append((f"Best `{goal.metric}` ({goal.mode})", best))
-        if goal.target is not None:
-            verdict = "reached" if goal.reached(facts.best) else "not reached"
-            rows.append((f"Target {_number(goal.target)}", f"**{verdict}**"))
-        # The best checkpoint has these values, too.
-        others = {key: value for key, value in facts.best_metrics.items() if key != goal.metric}
-        rows += [(f"`{key}` at that step", _number(value)) for key, value in others.items()]
+    rows = [] if facts.best is None else [*_best_rows(facts, facts.best)]
     if facts.tested is not None:
         rows += [
             (f"`{key}` at step {facts.tested.step:,}", f"**{_number(value)}**")
@@ -193,16 +197,15 @@ def _checkpoints(name: str, facts: Facts, end: RunEnded) -> str:
 
 
 def _all_notes(facts: Facts, problems: Sequence[str]) -> list[str]:
-    found = ("Problems during the run", facts.notices), ("Delivery to MLflow", problems)
-    return [_notes(heading, lines) for heading, lines in found]
-
-
-def _notes(heading: str, lines: Sequence[str]) -> str:
-    if not lines:
-        return ""
-    shown = [f"- {_inline(line).removeprefix('- ')}" for line in lines[:_MAX_NOTES]]
-    more = [f"- and {len(lines) - _MAX_NOTES} more"] if len(lines) > _MAX_NOTES else []
-    return f"{_GAP}### {heading}\n\n" + "\n".join([*shown, *more])
+    parts = []
+    for heading, lines in (
+        ("Problems during the run", facts.notices),
+        ("Delivery to MLflow", problems),
+    ):
+        shown = [f"- {_inline(line).removeprefix('- ')}" for line in lines[:_MAX_NOTES]]
+        more = [f"- and {len(lines) - _MAX_NOTES} more"] if len(lines) > _MAX_NOTES else []
+        parts += [f"{_GAP}### {heading}\n\n" + "\n".join([*shown, *more])] if lines else []
+    return parts
 
 
 def _origin(facts: Facts) -> str:

@@ -6,7 +6,7 @@ The training process never imports it: the recorder reads the driver.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rankzero.telemetry.nvml_device import GpuLostError, GpuReader, or_none
@@ -133,13 +133,17 @@ def _list_devices(nvml: Any) -> dict[Device, tuple[Any, Any]]:
             uuid = nvml.nvmlDeviceGetUUID(card)
             whole = Device(uuid, nvml.nvmlDeviceGetName(card), index, uuid)
             listed[whole] = card, card
-            # 0 for a card that is not partitioned.
-            for number in range(or_none(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, card) or 0):
-                with contextlib.suppress(nvml.NVMLError):
-                    handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(card, number)
-                    gpu_instance = nvml.nvmlDeviceGetGpuInstanceId(handle)
-                    instance = gpu_instance, nvml.nvmlDeviceGetComputeInstanceId(handle)
-                    name = or_none(nvml, nvml.nvmlDeviceGetName, handle) or whole.name
-                    device = Device(nvml.nvmlDeviceGetUUID(handle), name, index, uuid, instance)
-                    listed[device] = handle, card
+            listed |= {device: (handle, card) for device, handle in _parts(nvml, whole, card)}
     return listed
+
+
+def _parts(nvml: Any, whole: Device, card: Any) -> Iterator[tuple[Device, Any]]:
+    """Yield the MIG devices of a card, with their handles. Only a partitioned card has some."""
+    for number in range(or_none(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, card) or 0):
+        with contextlib.suppress(nvml.NVMLError):
+            handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(card, number)
+            gpu_instance = nvml.nvmlDeviceGetGpuInstanceId(handle)
+            instance = gpu_instance, nvml.nvmlDeviceGetComputeInstanceId(handle)
+            name = or_none(nvml, nvml.nvmlDeviceGetName, handle) or whole.name
+            uuid = nvml.nvmlDeviceGetUUID(handle)
+            yield Device(uuid, name, whole.index, whole.uuid, instance), handle

@@ -334,15 +334,7 @@ class Deliverer:
     def _set_aside(self, activity: Activity, reason: str) -> None:
         """Count the refused item or upload and continue. A batch is first divided."""
         if activity is Activity.UPLOAD:
-            first, *rest = self.state.queue.waiting
-            self._change_queue(waiting=tuple(rest))
-            name = (
-                first.value if isinstance(first, Task) else f"{type(first).__name__} {first.path}"
-            )
-            self._reject(f"upload {name}", reason)
-            if self.state.queue.ended:  # The page has been written without this.
-                self._items.append(Tags(problem_tags(self.state)))
-            self.commit()
+            self._set_upload_aside(reason)
             return
         item = self._items[0]
         parts = parts_of(item)
@@ -354,6 +346,15 @@ class Deliverer:
             self._queue_page(ended=False)
         self._reject(name_of(item), reason)
         self._drop_item()
+
+    def _set_upload_aside(self, reason: str) -> None:
+        first, *rest = self.state.queue.waiting
+        self._change_queue(waiting=tuple(rest))
+        name = first.value if isinstance(first, Task) else f"{type(first).__name__} {first.path}"
+        self._reject(f"upload {name}", reason)
+        if self.state.queue.ended:  # The page has been written without this.
+            self._items.append(Tags(problem_tags(self.state)))
+        self.commit()
 
     def _abandon(self, reason: str) -> None:
         """Skip the rest: the run was deleted in MLflow. The journals keep everything."""

@@ -141,9 +141,7 @@ def make_batch_order(
     `choose`: returns an epoch's batches as lists of indices, or None where `train` decides.
     """
     order = _even_batches(train, samples, world_size)
-    usual_steps = max(1, order.steps_per_epoch)
-    epochs = math.ceil(train.steps / usual_steps) if train.steps else train.epochs or 1
-    if choose is not None and _chooses(choose, epochs):
+    if choose is not None and _chooses(choose, order, train):
         if train.strategy == "pp":
             raise UserError(
                 "train.strategy=pp takes batches of one size, so batches() cannot choose them: "
@@ -165,8 +163,10 @@ def _refuse_rest(train: Train, reason: str) -> None:
         raise UserError(f"{reason}, so train.drop_last=false does not fit: leave it out")
 
 
-def _chooses(choose: Choose, epochs: int) -> bool:
+def _chooses(choose: Choose, order: BatchOrder, train: Train) -> bool:
     """Return whether `choose` returns batches. Raises UserError if it does not begin at epoch 0."""
+    usual_steps = max(1, order.steps_per_epoch)
+    epochs = math.ceil(train.steps / usual_steps) if train.steps else train.epochs or 1
     first = next((e for e in range(epochs) if choose(e, torch.Generator()) is not None), None)
     if first:
         raise UserError(

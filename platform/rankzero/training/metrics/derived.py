@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -12,7 +13,7 @@ from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 
 
-def derives(experiment: Experiment) -> bool:
+def _derives(experiment: Experiment) -> bool:
     """Return whether the experiment overrides `derive`."""
     return type(experiment).derive is not Experiment.derive
 
@@ -24,7 +25,7 @@ def derived(
 
     `vectors`: the quotients of each `Ratio` of vectors, on the host; `values` has their means.
     """
-    if not derives(experiment):
+    if not _derives(experiment):
         return {}
     # NumPy's numbers follow IEEE: a step without a positive sample must not end a training.
     given = {name: np.float64(value) for name, value in values.items()}
@@ -36,18 +37,22 @@ def derived(
             raise UserError(
                 f"derive() returned {name!r}, which measure() returns: use another name"
             )
-        try:
-            numbers[name] = float(value)
-        except (TypeError, ValueError, RuntimeError):
-            raise UserError(f"derive()[{name!r}] must be a number, got {value!r}") from None
+        numbers[name] = _number(name, value)
     return numbers
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(f"derive()[{name!r}] must be a number, got {value!r}") from None
 
 
 def derived_columns(
     experiment: Experiment, columns: Mapping[str, list[float]], vectors: Mapping[str, Tensor]
 ) -> dict[str, list[float]]:
     """Return what `derive` makes of each step's values. A name that a step lacks has NaN there."""
-    if not derives(experiment):
+    if not _derives(experiment):
         return {}
     steps = [
         derived(

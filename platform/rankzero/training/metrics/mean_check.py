@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,14 +77,20 @@ class MeanCheck:
         if is_random or any(length != samples for length in lengths):
             return {}
         names = [name for name, one in whole.items() if isinstance(one, Tensor) and not one.dim()]
-        rows, means = torch.arange(samples, device=self._device), dict.fromkeys(names, 0.0)
-        for half in rows.split([samples // 2, samples - samples // 2]):
-            values = measure(rows_of(batch, half)) or {}
-            for name in names:
-                means[name] += values[name].item() * len(half) / samples
+        means = self._means_of_halves(measure, batch, samples, names)
         pairs = {name: (whole[name].item(), mean) for name, mean in means.items()}
         return {
             name: (one, mean)
             for name, (one, mean) in pairs.items()
             if math.isfinite(one) and not abs(one - mean) <= _SLACK + self._tolerance * abs(one)
         }
+
+    def _means_of_halves(
+        self, measure: Measured, batch: Any, samples: int, names: Sequence[str]
+    ) -> dict[str, float]:
+        rows, means = torch.arange(samples, device=self._device), dict.fromkeys(names, 0.0)
+        for half in rows.split([samples // 2, samples - samples // 2]):
+            values = measure(rows_of(batch, half)) or {}
+            for name in names:
+                means[name] += values[name].item() * len(half) / samples
+        return means

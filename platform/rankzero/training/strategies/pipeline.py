@@ -69,7 +69,7 @@ class Pipeline:
         self.model: nn.Module = stage.submod
         self.optimizer = optimizer
         self._stage, self._names, self._world, self._samples = stage, names, world, train.batch_size
-        self._micro_batches = micro_batches(train, world.size)
+        self._micro_batches = _micro_batch_count(train, world.size)
         # NCCL would gather a checkpoint in one GPU's memory.
         self._host_group: Any = dist.new_group(backend="gloo", timeout=TRAINING_TIMEOUT)
         schedule = SCHEDULES[train.pp.schedule]
@@ -240,7 +240,7 @@ def build(
             "one, or use ddp or fsdp"
         )
     names = parameter_names.order(model, whole)
-    size = train.batch_size // micro_batches(train, world.size)
+    size = train.batch_size // _micro_batch_count(train, world.size)
 
     def micro_batch() -> Tensor:
         return input_of(measure, example())[:size]
@@ -251,7 +251,7 @@ def build(
     return Pipeline(stage, optimizers.of(experiment, stage.submod), names, train, world)
 
 
-def micro_batches(train: Train, stages: int) -> int:
+def _micro_batch_count(train: Train, stages: int) -> int:
     """Return the number of micro-batches of a batch."""
     if train.micro_batch is not None:
         return train.batch_size // train.micro_batch
