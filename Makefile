@@ -28,7 +28,7 @@ PYTEST := $(BIN)/pytest --numprocesses 3 --dist loadscope --ignore tests/framewo
 test: setup
 	$(PYTEST) -m "not slow"
 
-# Long tests: browsers, whole searches, short fault campaigns, 5,000 crash points. CI runs them, too.
+# Long tests: browsers, whole searches, short fault campaigns, 5,000 crash points. `.ci/run slow` runs them.
 test-slow: setup
 	$(PYTEST) -m slow
 
