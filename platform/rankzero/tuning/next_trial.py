@@ -115,12 +115,15 @@ def leading(trials: Sequence[Trial]) -> Trial | None:
     return min(complete, key=lambda one: (not one.feasible, one.rank), default=None)
 
 
-def nearest_curve(trials: Sequence[Trial]) -> list[CurvePoint]:
-    """Return the curve of the trial nearest to the quality; nothing once one has reached it."""
+def nearest_curve(trials: Sequence[Trial]) -> tuple[list[CurvePoint], int]:
+    """Return the curve and the batch size of the trial nearest to the quality.
+
+    The curve is empty once a trial has reached the quality.
+    """
     best = leading(trials)
     if best is None or best.feasible:
-        return []
-    return [CurvePoint(*point) for point in best.facts.get("curve", ())]
+        return [], 1
+    return [CurvePoint(*point) for point in best.facts.get("curve", ())], best.facts["batch_size"]
 
 
 def twin(trials: Sequence[Trial], number: int) -> Trial | None:

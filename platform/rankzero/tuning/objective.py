@@ -87,14 +87,18 @@ class Objective:
             return False
         return curve.seconds > slack * best
 
-    def is_worse(self, curve: LearningCurve, points: Sequence[CurvePoint]) -> bool:
-        """Return whether another trial was closer to the target after as much training time.
+    def is_worse(
+        self, curve: LearningCurve, points: Sequence[CurvePoint], step_ratio: float
+    ) -> bool:
+        """Return whether another trial was closer to the target after as much training.
 
-        `points`: the other trial's curve, or nothing.
+        `points`: the other trial's curve, or nothing. `step_ratio`: its steps for each of this one.
         """
         if self.name != "time-to-target":
             return False
-        before = [point for point in points if point.seconds <= curve.seconds]
+        # By samples as well as by time: a machine that others slow down must not decide.
+        step = step_ratio * curve.step
+        before = [one for one in points if one.seconds <= curve.seconds and one.step <= step]
         other = dataclasses.replace(curve, points=before)
         return bool(before) and self.gap(curve) > self.gap(other)
 

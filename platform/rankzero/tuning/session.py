@@ -174,7 +174,9 @@ class Session:
     ) -> TrialJob:
         experiment, objective = self._space.experiment(parameters), self._objective
         trials = self._study.trials()
-        best, nearest = next_trial.best_value(trials), next_trial.nearest_curve(trials)
+        best = next_trial.best_value(trials)
+        nearest, batch_size = next_trial.nearest_curve(trials)
+        step_ratio = experiment.train.batch_size / batch_size
         # A planned trial is trained to its end, unless it cannot win. Early on, a larger batch or a
         # lower learning rate is always worse than the trials that it is to be compared with.
         reference, reported = self._reference(), 0
@@ -192,7 +194,7 @@ class Session:
             if rung <= reported or not curve.points:
                 return ""
             reported = rung
-            if rung >= FIRST_RUNG and objective.is_worse(curve, nearest):
+            if rung >= FIRST_RUNG and objective.is_worse(curve, nearest, step_ratio):
                 return "further from the quality than the best at the same training time"
             if is_planned:
                 return ""
