@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from argparse import Namespace
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -50,6 +51,21 @@ def unrecorded(goal: Goal | None = None, patience: float = 30.0, **options: Any)
     return TrackedRun(open_log, goal or Goal(), **options)
 
 
+def journal(run: TrackedRun) -> list[Any]:
+    assert run.folder is not None
+    return list(read_all(run.folder / "events.jsonl"))
+
+
+def rows(events: Iterable[Any]) -> list[tuple[int, dict[str, float]]]:
+    """Return (step, metrics) of each call of `log`."""
+    return [
+        (step, {name: column[index] for name, column in event.metrics.items()})
+        for event in events
+        if isinstance(event, StepsLogged)
+        for index, step in enumerate(event.steps)
+    ]
+
+
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -70,10 +86,9 @@ def test_loop_is_tracked_to_the_end_in_mlflow() -> None:
     assert run.folder is not None
     folder = RunFolder(run.folder)
     events = list(read_all(folder.events))
-    logged = {event.steps[0]: event.metrics for event in events if isinstance(event, StepsLogged)}
-    assert {step: metrics["train/loss"][0] for step, metrics in logged.items()} == {
-        n: float(n) for n in range(1, 6)
-    }
+    assert [(step, metrics["train/loss"]) for step, metrics in rows(events)] == [
+        (n, float(n)) for n in range(1, 6)
+    ]
     assert [type(event) for event in events if not isinstance(event, StepsLogged)] == [
         RunStarted,
         Evaluated,
@@ -169,13 +184,11 @@ def test_value_that_is_not_a_number_is_logged_as_nan_with_one_warning(
             odd = {"text": "x", "many": torch.ones(3), "array": np.ones(2), "none": None}
             run.log({**odd, "good": np.float32(1)}, step=step)
     assert run.folder is not None
-    logged = [
-        event for event in read_all(run.folder / "events.jsonl") if isinstance(event, StepsLogged)
-    ]
+    logged = rows(journal(run))
     assert len(logged) == 2
-    for event in logged:
-        assert event.metrics["good"] == [1.0]
-        assert all(math.isnan(event.metrics[name][0]) for name in ("text", "many", "array", "none"))
+    for _, metrics in logged:
+        assert metrics["good"] == 1.0
+        assert all(math.isnan(metrics[name]) for name in ("text", "many", "array", "none"))
     told = capsys.readouterr().out
     for words in ("an array of shape (2,)", "a tensor of shape (3,)", "'x'", "'None'"):
         assert told.count(words) == 1
@@ -251,10 +264,10 @@ def test_odd_steps_and_names_do_not_affect_other_values(capsys: pytest.CaptureFi
         run.checkpoint({"x": torch.zeros(1)}, step=np.int64(8), metrics={"val/loss": 1.0})  # type: ignore[arg-type]
     assert run.folder is not None
     events = list(read_all(run.folder / "events.jsonl"))
-    logged = [event for event in events if isinstance(event, StepsLogged)]
-    assert [event.steps[0] for event in logged] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 7]
-    assert {name for event in logged for name in event.metrics} == {"('a', 1)", "2"}
-    assert [event.metrics["2"][0] for event in logged][:5] == [1, 2, 3, 4, 5]
+    logged = rows(events)
+    assert [step for step, _ in logged] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 7]
+    assert {name for _, metrics in logged for name in metrics} == {"('a', 1)", "2"}
+    assert [metrics["2"] for _, metrics in logged][:5] == [1, 2, 3, 4, 5]
     assert [event.step for event in events if isinstance(event, (Evaluated, CheckpointSaved))] == [
         8,
         8,
@@ -383,11 +396,6 @@ def test_checkpoint_that_could_not_be_loaded_again_is_refused_with_its_key(
         assert f"optimizer.{key}" in printed, printed
 
 
-def journal(run: TrackedRun) -> list[Any]:
-    assert run.folder is not None
-    return list(read_all(run.folder / "events.jsonl"))
-
-
 def test_run_goes_on_after_its_end_as_a_new_attempt(capsys: pytest.CaptureFixture[str]) -> None:
     run = unrecorded()
     run.log({"train/loss": 1.0}, step=5)
@@ -444,8 +452,8 @@ def test_steps_count_by_themselves() -> None:
                 run.log({"a": 1.0})
                 run.log({"b": 2.0})
             run.evaluated({"val/loss": 1.0})
-    logged = [(one.steps[0], *one.metrics) for one in journal(run) if isinstance(one, StepsLogged)]
-    assert logged == [(step, name) for step in range(4) for name in "ab"]
+    logged = [(step, *metrics) for step, metrics in rows(journal(run))]
+    assert sorted(logged) == [(step, name) for step in range(4) for name in "ab"]
     assert [one.step for one in journal(run) if isinstance(one, Evaluated)] == [1, 3]
 
 
@@ -462,10 +470,9 @@ def test_threads_that_log_at_once_lose_nothing() -> None:
         for thread in threads:
             thread.join()
     steps: dict[str, list[int]] = {}
-    for event in journal(run):
-        if isinstance(event, StepsLogged):
-            for name in event.metrics:
-                steps.setdefault(name, []).append(event.steps[0])
+    for step, metrics in rows(journal(run)):
+        for name in metrics:
+            steps.setdefault(name, []).append(step)
     assert steps == {f"loss_{number}": list(range(400)) for number in range(4)}
 
 

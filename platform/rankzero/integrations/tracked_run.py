@@ -394,12 +394,20 @@ class TrackedRun:
         # All rows are read together: each read of a GPU waits until the GPU has caught up.
         values = [value for _, _, metrics in rows for value in metrics.values()]
         floats = iter(to_floats(values, self._log.notice))
+        # Rows of the same metrics are one event, which costs half of what an event each does.
+        events: dict[tuple[str, ...], tuple[list[int], list[float], dict[str, list[float]]]] = {}
         for step, moment, metrics in rows:
             row = {name: next(floats) for name in metrics}
             at = self._as_step(step, row)
-            columns = {n: [v] for n, v in row.items() if self._is_first(n, at, v, moment)}
+            new = {n: v for n, v in row.items() if self._is_first(n, at, v, moment)}
+            steps, times, columns = events.setdefault(tuple(new), ([], [], {n: [] for n in new}))
+            steps.append(at)
+            times.append(moment)
+            for name, value in new.items():
+                columns[name].append(value)
+        for steps, times, columns in events.values():
             if columns:
-                self._log(StepsLogged([at], [moment], columns))
+                self._log(StepsLogged(steps, times, columns))
         self._log.flush()
 
     def _is_first(self, name: str, step: int, value: float, moment: float) -> bool:

@@ -15,6 +15,8 @@ def snapshot(value: Any) -> Any:
 
     The loop may overwrite what it logged. The copy stays on its device, so nothing waits.
     """
+    if type(value) is float or type(value) is int:  # the usual ones, at a third of the cost
+        return value
     try:
         if hasattr(value, "full_tensor"):
             return SHARDED
