@@ -102,6 +102,30 @@ class PicturesTaken:
 
 
 @dataclasses.dataclass(frozen=True)
+class ParamsLogged:
+    """Params that a program with its own loop adds after the start."""
+
+    time: float
+    params: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class TagsSet:
+    """Tags that a program with its own loop sets."""
+
+    time: float
+    tags: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class ArtifactLogged:
+    """A file or folder lies in `path`, relative to the run's folder and below its artifacts."""
+
+    time: float
+    path: str
+
+
+@dataclasses.dataclass(frozen=True)
 class SystemSampled:
     """Means over an interval of one node's GPU and host metrics. `sample` counts from 0."""
 
@@ -137,6 +161,9 @@ Event = (
     | CheckpointSaved
     | CheckpointDeleted
     | PicturesTaken
+    | ParamsLogged
+    | TagsSet
+    | ArtifactLogged
     | SystemSampled
     | Noticed
     | RunEnded
@@ -179,7 +206,7 @@ def decode(line: str) -> Event:
 
 _FIELDS: dict[str, Any] = {
     **dict.fromkeys(("attempt", "step", "sample", "samples"), int),
-    **dict.fromkeys(("params", "environment", "columns", "metrics"), dict),
+    **dict.fromkeys(("params", "environment", "columns", "metrics", "tags"), dict),
     **dict.fromkeys(("steps", "times"), list),
     **dict.fromkeys(("context", "name", "digest", "how", "source_type", "source"), str),
     **dict.fromkeys(("path", "reason", "text", "status"), str),
@@ -196,7 +223,8 @@ def _is_sound(event: Event) -> bool:
     fields = vars(event)
     if not all(isinstance(value, _FIELDS[name]) for name, value in fields.items()):
         return False
-    by_name = [fields[name] for name in ("params", "environment", "columns") if name in fields]
+    names = ("params", "environment", "columns", "tags")
+    by_name = [fields[name] for name in names if name in fields]
     columns = event.metrics.values() if isinstance(event, StepsLogged) else ()
     return (
         all(isinstance(text, str) for texts in by_name for text in texts.values())

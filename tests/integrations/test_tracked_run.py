@@ -21,7 +21,18 @@ from torch.distributed.tensor import DTensor
 
 import rankzero
 from rankzero import Goal
-from rankzero.events import CheckpointSaved, Evaluated, Noticed, RunEnded, RunStarted, StepsLogged
+from rankzero.events import (
+    ArtifactLogged,
+    CheckpointSaved,
+    Evaluated,
+    Noticed,
+    ParamsLogged,
+    PicturesTaken,
+    RunEnded,
+    RunStarted,
+    StepsLogged,
+    TagsSet,
+)
 from rankzero.integrations import values
 from rankzero.integrations.params import params_of
 from rankzero.integrations.tracked_run import TrackedRun
@@ -83,6 +94,10 @@ def test_loop_is_tracked_to_the_end_in_mlflow() -> None:
             run.log({"train/loss": loss, "other": step * 2}, step=step)
             loss.zero_()  # what is logged is the value at the time
         run.checkpoint(model.state_dict(), step=5, metrics={"val/loss": torch.tensor(0.5)})
+        run.log_params({"late": 1, "lr": 0.2})
+        run.set_tags({"team": "a"})
+        run.log_text("hello", "notes/a.txt")
+        run.log_image(torch.rand(8, 8), key="sample")
     assert run.folder is not None
     folder = RunFolder(run.folder)
     events = list(read_all(folder.events))
@@ -92,16 +107,24 @@ def test_loop_is_tracked_to_the_end_in_mlflow() -> None:
     assert [type(event) for event in events if not isinstance(event, StepsLogged)] == [
         RunStarted,
         Evaluated,
+        ParamsLogged,
+        TagsSet,
+        ArtifactLogged,
+        PicturesTaken,
         CheckpointSaved,
         RunEnded,
     ]
-    path, _ = checkpoint_files.newest_intact(folder.checkpoints)
-    assert path is not None and torch.equal(restore.load(path)["weight"], model.weight)
+    assert torch.equal(restore.load(folder.checkpoints / "step_00000005")["weight"], model.weight)
     delivery = delivery_status.wait(folder)
-    assert delivery.done and delivery.run_id is not None
+    assert delivery.done and delivery.run_id == run.id
     found = MlflowRuns(folder.identity.tracking_uri).find_run("r1")
-    assert found.status == "FINISHED"
+    assert found.status == "FINISHED" and found.run_id == run.id
     assert found.params["net.width"] == "3" and found.metrics["train/loss"] == 5.0
+    assert (found.params["late"], found.params["lr"]) == ("1", "0.1")
+    assert (found.tags["team"], found.tags["rankzero.param.lr"]) == ("a", "0.2")
+    store = MlflowRuns(folder.identity.tracking_uri)
+    for name, content in (("notes/a.txt", b"hello"), ("pictures/sample.png", b"PNG")):
+        assert content in store.download_artifact(found.run_id, name, Path()).read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,10 @@ class MemoryStore:
         self._call("start_attempt", event)
         self._change("start", event)
 
+    def log_params(self, run_id: str, params: Mapping[str, str]) -> None:
+        self._call("log_params", params)
+        self._change("param", dict(params))
+
     def log_data(self, run_id: str, event: DataDescribed) -> None:
         # Data sets are not part of the model.
         self._call("log_data", event)
@@ -179,6 +183,9 @@ class MemoryStore:
         for key, value, milliseconds, step, _ in points:
             # The store's primary key: a copy of a point changes nothing.
             self.points.setdefault(key, {}).setdefault(step, set()).add((milliseconds, value))
+
+    def _param(self, params: Mapping[str, str]) -> None:
+        self.params = {**params, **self.params}
 
     def _tag(self, tags: Mapping[str, str]) -> None:
         self.tags |= tags

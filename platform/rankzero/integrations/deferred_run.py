@@ -23,9 +23,10 @@ class DeferredRun:
         """Add it to the framework's steps."""
 
     def add_params(self, params: Mapping[str, Any]) -> None:
-        """Add params. A run that has started ignores them."""
-        if self._run is None:
-            self._params |= dict(params)
+        """Add params, also to a run that has started."""
+        self._params |= dict(params)
+        if self._run is not None:
+            self._run.log_params(params)
 
     @property
     def name(self) -> str | None:

@@ -22,14 +22,24 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from rankzero import ranks
-from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged
+from rankzero.catalog.lookup import mlflow_id
+from rankzero.events import (
+    Evaluated,
+    Event,
+    ParamsLogged,
+    RunEnded,
+    RunStarted,
+    Status,
+    StepsLogged,
+    TagsSet,
+)
 from rankzero.experiment import Goal
-from rankzero.integrations import process_end
+from rankzero.integrations import logged_files, process_end
 from rankzero.integrations.params import params_of
 from rankzero.integrations.values import snapshot, to_float, to_floats
 from rankzero.mlflow_store import uris
-from rankzero.redaction.text import settings_without_secrets
-from rankzero.run_store import provenance
+from rankzero.redaction.text import settings_without_secrets, url_without_secrets
+from rankzero.run_store import delivery_state, provenance
 from rankzero.run_store.attempt import take_over
 from rankzero.run_store.folder import Identity, RunFolder, new_name
 from rankzero.run_store.journal import read_all
@@ -39,6 +49,8 @@ from rankzero.tracking.run_log import RunLog
 # Values wait on their device until then. A reader sees a new step after two seconds at most.
 FLUSH_SECONDS = 2.0
 FLUSH_ROWS = 500
+# The import of mlflow on a busy machine, and MLflow's answer.
+_ID_SECONDS = 20.0
 
 
 class _Value(NamedTuple):
@@ -113,8 +125,8 @@ def track(
         return RunLog.open(runs, identity, mine, gpu_uuids=None, offline=offline)
 
     settings = settings_without_secrets(params)
-    in_mlflow = name is not None and not offline
-    return TrackedRun(open_log, goal or Goal(), keep, settings, in_mlflow=in_mlflow)
+    named = name is not None
+    return TrackedRun(open_log, goal or Goal(), keep, settings, offline=offline, named=named)
 
 
 class TrackedRun:
@@ -131,10 +143,12 @@ class TrackedRun:
         params: Mapping[str, str] | None = None,
         flush_rows: int = FLUSH_ROWS,
         *,
-        in_mlflow: bool = False,
+        offline: bool = False,
+        named: bool = False,
     ) -> None:
-        """`in_mlflow`: whether MLflow may have a checkpoint that this disk lacks."""
-        self._open_log, self._in_mlflow = open_log, in_mlflow
+        """`named`: whether MLflow may have a checkpoint of the run that this disk lacks."""
+        self._open_log, self._offline = open_log, offline
+        self._in_mlflow = named and not offline
         self._goal, self._keep, self._params = goal, keep, dict(params or {})
         self._flush_rows = flush_rows
         self._told: set[str] = set()
@@ -146,7 +160,7 @@ class TrackedRun:
         """Begin an attempt. Raises UserError if another process writes the run."""
         self._log = self._open_log()
         self._rows: list[tuple[Any, float, Mapping[str, Any]]] = []
-        self._flushed = time.monotonic()
+        self._begun = self._flushed = time.monotonic()
         self._best: float | None = None
         self._best_step = self._step = 0
         self._newest: dict[str, _Value] = {}
@@ -210,6 +224,29 @@ class TrackedRun:
         return self._log.folder.path
 
     @property
+    def id(self) -> str | None:
+        """The run's id in MLflow. Waits until the courier has created the run there.
+
+        None offline, on other ranks than 0, and after 20 seconds since the attempt began.
+        """
+        while not self._offline:
+            found = mlflow_id(self._log.folder)
+            if found is not None or time.monotonic() - self._begun > _ID_SECONDS:
+                return found
+            time.sleep(0.1)
+        return None
+
+    @property
+    def url(self) -> str | None:
+        """The run's page on MLflow's server; None without a server, or as for `id`."""
+        folder, run_id = self._log.folder, self.id
+        uri = folder.identity.tracking_uri
+        if run_id is None or not uri.startswith("http"):
+            return None
+        experiment = delivery_state.load(delivery_state.path_of(folder, 0)).experiment_id
+        return f"{url_without_secrets(uri)}/#/experiments/{experiment}/runs/{run_id}"
+
+    @property
     def step(self) -> int:
         """The newest step so far; 0 on other ranks than 0."""
         with self._lock:
@@ -269,6 +306,8 @@ class TrackedRun:
             if due or len(self._rows) >= self._flush_rows:
                 self._flush()
 
+    log_metrics = log
+
     def evaluated(self, metrics: Mapping[str, Any], step: int | None = None) -> bool:
         """Log validation metrics. Return whether the goal's is the best so far.
 
@@ -302,6 +341,91 @@ class TrackedRun:
                 f"the checkpoint of step {at} is not kept",
                 lambda: self._log_all(self._writer().save(state_dict, at, measured, better)),
             )
+
+    def log_params(self, params: object) -> None:
+        """Add params at any time: anything that `track` takes as a config.
+
+        MLflow never changes a param: a later value becomes a tag, ``rankzero.param.<name>``.
+        """
+
+        def event() -> Event:
+            found = settings_without_secrets(params_of(params))
+            self._params |= found
+            return ParamsLogged(time.time(), found)
+
+        self._keep_event("a param", event)
+
+    def set_tags(self, tags: Mapping[str, Any]) -> None:
+        """Set tags. Those that begin with ``rankzero.`` are RankZero's own."""
+
+        def event() -> Event:
+            texts = {str(name): str(value) for name, value in tags.items()}
+            own = [name for name in texts if name.startswith("rankzero.")]
+            if own:
+                raise ValueError(f"{own[0]} is RankZero's own")
+            return TagsSet(time.time(), settings_without_secrets(texts))
+
+        self._keep_event("a tag", event)
+
+    def log_artifact(self, local_path: str | Path, artifact_path: str | None = None) -> None:
+        """Copy a file or folder to the run's artifacts, below the folder `artifact_path` there.
+
+        Returns once it is copied, so the program may change or delete it.
+        """
+        path = Path(local_path)
+        self._keep_event(
+            str(path), lambda: logged_files.copy(self._log.folder, path, artifact_path)
+        )
+
+    def log_text(self, text: str, artifact_file: str) -> None:
+        """Write a text as an artifact."""
+        self._keep_file(artifact_file, lambda path: path.write_text(text, encoding="utf-8"))
+
+    def log_dict(self, dictionary: Mapping[str, Any], artifact_file: str) -> None:
+        """Write plain values as an artifact: as YAML if the file is called so, else as JSON."""
+        self._keep_file(artifact_file, lambda path: logged_files.save_dict(dictionary, path))
+
+    def log_figure(self, figure: Any, artifact_file: str) -> None:
+        """Draw a figure of matplotlib or plotly as an artifact. Takes the time of the drawing."""
+        self._keep_file(artifact_file, lambda path: logged_files.save_figure(figure, path))
+
+    def log_image(
+        self,
+        image: Any,
+        artifact_file: str | None = None,
+        *,
+        key: str | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Log a tensor, an array, a PIL image or a figure: as an artifact, or by `key` and step.
+
+        MLflow's page shows the images of a key by step. `step`: by default the newest one.
+        """
+        if artifact_file is not None:
+            self._keep_file(artifact_file, lambda path: logged_files.save_image(image, path))
+            return
+        at = self.step if step is None else step
+        self._keep_event(
+            "an image",
+            lambda: logged_files.keep_picture(self._log.folder, key or "image", image, at),
+        )
+
+    def _keep_file(self, name: str, save: Callable[[Path], object]) -> None:
+        self._keep_event(name, lambda: logged_files.write(self._log.folder, name, save))
+
+    def _keep_event(self, what: str, make: Callable[[], Event]) -> None:
+        """Log the event that `make` returns. If that fails, a note has the reason."""
+
+        def keep() -> None:
+            event = make()  # A copy takes long, and other threads log meanwhile.
+            with self._lock:
+                if self.reopen():
+                    self._log(event)
+
+        with self._lock:
+            is_open = self.reopen()
+        if is_open:
+            self._guarded(f"{what} is not logged", keep)
 
     def latest(self) -> dict[str, Any] | None:
         """Return the state of the run's last checkpoint, on the CPU; None if it has none.
@@ -350,7 +474,8 @@ class TrackedRun:
         try:
             action()
         except Exception as error:  # Tracking must not end a training.
-            self._log.notice(f"{consequence}: {type(error).__name__}: {error}")
+            with self._lock:
+                self._log.notice(f"{consequence}: {type(error).__name__}: {error}")
 
     def _log_all(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -470,24 +595,23 @@ class TrackedRun:
 
 
 class _NullTrackedRun(TrackedRun):
-    """The run on every other rank than 0: all methods do nothing, at no cost."""
+    """The run on every other rank than 0: all methods but `latest` do nothing, at no cost."""
 
-    name = folder = None
+    name = folder = id = url = None
     step = 0
 
     def __init__(self) -> None: ...
 
+    def _nothing(self, *_: Any, **__: Any) -> None: ...
+
+    finish = log = log_metrics = checkpoint = log_params = set_tags = _nothing
+    log_artifact = log_text = log_dict = log_figure = log_image = _nothing
+
     def reopen(self) -> bool:
         return False
 
-    def finish(self, *_: Any) -> None: ...
-
-    def log(self, *_: Any, **__: Any) -> None: ...
-
     def evaluated(self, *_: Any, **__: Any) -> bool:
         return False
-
-    def checkpoint(self, *_: Any, **__: Any) -> None: ...
 
     def latest(self) -> dict[str, Any] | None:
         from rankzero.integrations import last_checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from rankzero.events import DataDescribed, RunEnded, RunStarted
+from rankzero.events import DataDescribed, ParamsLogged, RunEnded, RunStarted
 
 RETRIES = "rankzero.retries"
 DESCRIPTION = "mlflow.note.content"
@@ -35,7 +35,7 @@ class Tags:
     tags: dict[str, str]
 
 
-MlflowItem = RunStarted | DataDescribed | MetricBatch | Tags | RunEnded
+MlflowItem = RunStarted | DataDescribed | ParamsLogged | MetricBatch | Tags | RunEnded
 
 
 def name_of(item: MlflowItem) -> str:
@@ -43,6 +43,8 @@ def name_of(item: MlflowItem) -> str:
     match item:
         case MetricBatch(points):
             return f"metric {points[0].key} at step {points[0].step}"
+        case ParamsLogged(params=params):
+            return f"param {next(iter(params))}"
         case Tags(tags):
             return f"tag {next(iter(tags))}"
         case _:
@@ -56,6 +58,8 @@ def parts_of(item: MlflowItem) -> list[MlflowItem]:
             # Halving again and again finds the points that are to blame, and saves the others.
             half = len(points) // 2
             return [MetricBatch(points[:half]), MetricBatch(points[half:])]
+        case ParamsLogged(time, params) if len(params) > 1:
+            return [ParamsLogged(time, {key: value}) for key, value in params.items()]
         case Tags(tags) if len(tags) > 1:
             return [Tags({key: value}) for key, value in tags.items()]
         case _:

@@ -15,6 +15,7 @@ from rankzero.events import (
     Evaluated,
     Event,
     Noticed,
+    ParamsLogged,
     RunEnded,
     RunStarted,
     StepsLogged,
@@ -110,6 +111,8 @@ def take(facts: Facts, event: Event) -> None:
             _system(facts, event)
         case DataDescribed():
             facts.data[event.context] = event
+        case ParamsLogged():
+            facts.params = {**facts.params, **event.params}
         case Noticed():
             facts.notices.append(event.text)
         case RunEnded():

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankzero.events import DataDescribed, Event, RunEnded, RunStarted
+from rankzero.events import DataDescribed, Event, ParamsLogged, RunEnded, RunStarted
 from rankzero.mlflow_store.items import RETRIES, MetricBatch, MlflowItem, Tags, name_of, parts_of
 from rankzero.mlflow_store.uris import RunGone
 from rankzero.permanent_errors import refusal
@@ -294,6 +294,8 @@ class Deliverer:
                 store.start_attempt(run.run_id, item)
             case DataDescribed():
                 store.log_data(run.run_id, item)
+            case ParamsLogged():
+                store.log_params(run.run_id, item.params)
             case MetricBatch(points):
                 store.log_metrics(run.run_id, points)
                 delivered = self.state.cursor.delivered + len(points)

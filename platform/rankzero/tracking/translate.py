@@ -8,16 +8,19 @@ from typing import Any
 
 from rankzero import scalars
 from rankzero.events import (
+    ArtifactLogged,
     CheckpointDeleted,
     CheckpointSaved,
     DataDescribed,
     Evaluated,
     Event,
+    ParamsLogged,
     PicturesTaken,
     RunEnded,
     RunStarted,
     StepsLogged,
     SystemSampled,
+    TagsSet,
 )
 from rankzero.metric_names import WHOLE_RUN
 from rankzero.mlflow_store import limits
@@ -53,6 +56,12 @@ def translate(
             items.append(event)
         elif isinstance(event, DataDescribed):
             items.append(event)
+        elif isinstance(event, ParamsLogged):
+            draft.remark_texts(event.params, {})
+            items.append(event)
+        elif isinstance(event, TagsSet):
+            draft.remark_texts({}, event.tags)
+            items.append(Tags(dict(event.tags)))
         else:
             points += draft.points(event)
     items += _batches(points)
@@ -144,20 +153,23 @@ class _Draft:
         )
 
     def start_attempt(self, event: RunStarted) -> None:
-        """Note the new attempt, and which params and tags MLflow will not have whole."""
+        """Note the new attempt."""
         # A replay of the same attempt after a crash must not skip the points it sends again.
         if event.attempt > self._curves.attempt:
             self._change(floor=dict(self._marks), attempt=event.attempt)
         self._change(goal=event.params.get("goal.metric"))
         self._ending, self._ended = None, False
-        if Task.ARTIFACTS not in self._waiting:
-            self._waiting.append(Task.ARTIFACTS)
-        for key, name in limits.names(event.params).items():
+        self._upload_artifacts()
+        self.remark_texts(event.params, event.environment)
+
+    def remark_texts(self, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
+        """Note which params and tags MLflow will not have whole, or under other names."""
+        for key, name in limits.names(params).items():
             if name != key:
                 self._remark(f"param {key!r}", f"is called {name!r} in MLflow")
         for kind, texts, length in (
-            ("param", event.params, limits.PARAM_LENGTH),
-            ("tag", event.environment, limits.TAG_LENGTH),
+            ("param", params, limits.PARAM_LENGTH),
+            ("tag", tags, limits.TAG_LENGTH),
         ):
             for key, text in texts.items():
                 lost = limits.loss(text, length)
@@ -174,6 +186,8 @@ class _Draft:
                         for key in event.metrics:
                             self._name(key)
                     self._waiting.append(event)
+                case ArtifactLogged():
+                    self._upload_artifacts()
                 case RunEnded():
                     self._ending = event
                     self._waiting.append(Task.ARTIFACTS)
@@ -241,6 +255,10 @@ class _Draft:
         if event.best and goal is not None:
             self._change(best=scalars.number(event.metrics.get(goal)))
         return self.keep(_rows(event.metrics, event.step, event.time))
+
+    def _upload_artifacts(self) -> None:
+        if Task.ARTIFACTS not in self._waiting:
+            self._waiting.append(Task.ARTIFACTS)
 
     def _name(self, key: str) -> str:
         """Return the metric's name in MLflow, and keep it for this metric. Remark a changed one."""

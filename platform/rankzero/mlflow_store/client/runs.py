@@ -81,20 +81,26 @@ class MlflowRuns:
 
     def start_attempt(self, run_id: str, event: RunStarted) -> None:
         """Set the run to RUNNING and log its params and tags."""
-        run = self._run(run_id)
         tags = {**event.environment, "rankzero.attempt": str(event.attempt)}
         if event.attempt > 1:
             tags.pop(DESCRIPTION, None)  # somebody may have edited the note since
         if "goal.metric" in event.params:
             tags["rankzero.goal"] = event.params["goal.metric"]
-        # MLflow never changes a param. A later attempt's value becomes a tag.
-        new, changed = new_and_changed(event.params, run.data.params)
-        tags.update(changed)
-        for chunk in chunks([Param(*pair) for pair in new.items()], limits.ITEMS_PER_BATCH):
-            self._client.log_batch(run_id, params=chunk, synchronous=True)
-        self.set_tags(run_id, tags)
+        run = self.log_params(run_id, event.params, tags)
         if run.info.status != "RUNNING":
             self._client.update_run(run_id, status="RUNNING")
+
+    def log_params(
+        self, run_id: str, params: Mapping[str, str], tags: Mapping[str, str] | None = None
+    ) -> Run:
+        """Log params, and with them tags. Return the run as it was."""
+        run = self._run(run_id)
+        # MLflow never changes a param. A later value becomes a tag.
+        new, changed = new_and_changed(params, run.data.params)
+        for chunk in chunks([Param(*pair) for pair in new.items()], limits.ITEMS_PER_BATCH):
+            self._client.log_batch(run_id, params=chunk, synchronous=True)
+        self.set_tags(run_id, {**(tags or {}), **changed})
+        return run
 
     def log_data(self, run_id: str, event: DataDescribed) -> None:
         """Log a data set as the run's input. A second call changes nothing."""

@@ -1,0 +1,109 @@
+"""What a program logs as a file: written into the run's folder at once, uploaded by the courier."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rankzero.config import yaml_text
+from rankzero.events import ArtifactLogged, PicturesTaken
+from rankzero.run_store import picture_files
+from rankzero.run_store.folder import RunFolder
+
+# RankZero's own folders among a run's artifacts.
+_RESERVED = ("provenance", "failures")
+
+
+def copy(folder: RunFolder, source: Path, place: str | None) -> ArtifactLogged:
+    """Copy a file or a folder to the artifacts, below the folder `place` there.
+
+    A hard link would show what the program writes later. Raises ValueError, OSError.
+    """
+    files = {source.name: source}
+    if source.is_dir():
+        found = (path for path in source.rglob("*") if path.is_file())
+        files = {f"{source.name}/{path.relative_to(source)}": path for path in found}
+    size, free = sum(path.stat().st_size for path in files.values()), disk_free(folder)
+    if size > free:
+        raise ValueError(f"it has {size:,} bytes, and the disk of the runs has {free:,} free")
+    for name, path in files.items():
+        save = functools.partial(shutil.copyfile, path)
+        write(folder, f"{place}/{name}" if place else name, save)
+    return ArtifactLogged(time.time(), f"{folder.artifacts.name}/{place or source.name}")
+
+
+def write(folder: RunFolder, name: str, save: Callable[[Path], object]) -> ArtifactLogged:
+    """Let `save` write the artifact `name`. Readers see the old file or the new one.
+
+    Raises ValueError for a name that leads elsewhere, and whatever `save` raises.
+    """
+    parts = PurePosixPath(name).parts
+    if not parts or parts[0] in ("/", *_RESERVED) or any(part[0] == "." for part in parts):
+        raise ValueError(
+            f"{name!r} cannot be the name of an artifact: it must be relative, no part may begin "
+            f"with a dot, and {' and '.join(_RESERVED)} are RankZero's own"
+        )
+    target = folder.artifacts.joinpath(*parts)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not target.parent.resolve().is_relative_to(folder.artifacts.resolve()):
+        raise ValueError(f"{name!r} leads out of the run's folder")
+    # The courier ignores names with a dot. The end of the name decides a figure's format.
+    temporary = target.with_name(f".{os.getpid()}-{target.name}")
+    try:
+        save(temporary)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return ArtifactLogged(time.time(), str(target.relative_to(folder.path)))
+
+
+def save_dict(values: Mapping[str, Any], path: Path) -> None:
+    """Write the values as YAML if the file is called so, else as JSON."""
+    # Twice through JSON: YAML gets plain values only.
+    text = json.dumps(values, indent=2, default=str)
+    if path.suffix in (".yaml", ".yml"):
+        text = yaml_text.dump(json.loads(text))
+    path.write_text(text, encoding="utf-8")
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Draw a figure of matplotlib or plotly. Raises ValueError for anything else."""
+    if hasattr(figure, "savefig"):
+        figure.savefig(path)
+    elif hasattr(figure, "write_html"):
+        (figure.write_html if path.suffix == ".html" else figure.write_image)(path)
+    else:
+        raise ValueError(f"{type(figure).__name__} is no figure of matplotlib or plotly")
+
+
+def save_image(image: Any, path: Path) -> None:
+    """Write an image: a tensor, an array, a PIL image or a figure. Raises ValueError."""
+    from PIL import Image
+
+    from rankzero.training.sample_images.user_images import images_of
+
+    (pixels,) = images_of({"image": image}).values()
+    Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(path)
+
+
+def keep_picture(folder: RunFolder, key: str, image: Any, step: int) -> PicturesTaken:
+    """Keep an image for MLflow's grid of images by step. Raises ValueError."""
+    import numpy as np
+
+    from rankzero.training.sample_images.user_images import images_of
+
+    ((name, pixels),) = images_of({key: image}).items()
+    path = folder.pictures / f"step_{max(step, 0):08d}_{time.time_ns()}.npz"
+    picture_files.write(path, {"own_names": np.array([name]), "own_0": pixels})
+    return PicturesTaken(time.time(), step, f"{folder.pictures.name}/{path.name}")
+
+
+def disk_free(folder: RunFolder) -> int:
+    """Return the bytes that are free on the disk of the runs."""
+    return shutil.disk_usage(folder.path).free

@@ -1,0 +1,124 @@
+"""What a program logs besides numbers: params, tags, files, figures, images, in MLflow's words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+import rankzero
+from rankzero.integrations import logged_files
+from rankzero.integrations.tracked_run import TrackedRun
+from rankzero.run_store import delivery_state
+from rankzero.run_store.folder import RunFolder
+from support.memory_store import MemoryStore, delivered
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrackedRun:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "MLFLOW_TRACKING_URI", "RANKZERO_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    return rankzero.track("mine", {"lr": 0.1}, offline=True)
+
+
+def folder_of(run: TrackedRun) -> RunFolder:
+    assert run.folder is not None
+    return RunFolder(run.folder)
+
+
+def test_everything_is_delivered_as_it_was_before_the_run_ends(run: TrackedRun) -> None:
+    """As after a crash of the program: MLflow gets what the journal has, without an end."""
+    Path("data/deep").mkdir(parents=True)
+    for name in ("data/a.txt", "data/deep/b.txt", "c.txt"):
+        Path(name).write_text("as it was")
+    figure = Figure()
+    figure.subplots().plot([1, 2])
+    run.log_params({"lr": 0.2, "late": {"n": 1}})
+    run.set_tags({"team": "vision", "n": 3})
+    run.log_artifact("data")
+    run.log_artifact("c.txt", "below/here")
+    run.log_text("hello", "notes/hello.txt")
+    run.log_dict({"a": [1, 2]}, "values.json")
+    run.log_dict({"a": {"b": 1}}, "values.yaml")
+    run.log_figure(figure, "figures/curve.svg")
+    run.log_image(np.zeros((4, 4, 3), np.uint8), "black.png")
+    run.log_image(torch.rand(3, 8, 8), key="val/sample", step=5)
+    for path in (*Path("data").rglob("*.txt"), Path("c.txt")):
+        path.write_text("changed later")
+    store = MemoryStore()
+    deliverer = delivered(folder_of(run), store)
+    assert not deliverer.state.problems.rejected
+    assert store.params["lr"] == "0.1" and store.params["late.n"] == "1"
+    assert store.tags["team"] == "vision" and store.tags["n"] == "3"
+    texts = {
+        name: text for name, text in store.artifacts.items() if not name.startswith("provenance")
+    }
+    assert texts.keys() == {
+        *("data/a.txt", "data/deep/b.txt", "below/here/c.txt", "notes/hello.txt"),
+        *("values.json", "values.yaml", "figures/curve.svg", "black.png"),
+    }
+    for name in ("data/a.txt", "data/deep/b.txt", "below/here/c.txt"):
+        assert texts[name] == "as it was"
+    assert texts["notes/hello.txt"] == "hello" and texts["values.yaml"] == "a:\n  b: 1\n"
+    assert "<svg" in texts["figures/curve.svg"] and "PNG" in texts["black.png"]
+    assert [(key, step) for key, step, _ in store.pictures] == [("val/sample", 5)]
+    run.finish()
+
+
+class Undrawable:
+    def savefig(self, path: Path) -> None:
+        path.write_text("half")
+        raise RuntimeError("no font")
+
+
+def test_bad_input_is_noted_and_costs_nothing_else(
+    run: TrackedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actions: list[tuple[Any, tuple[Any, ...], str]] = [
+        (run.log_params, (3,), "a param is not logged: ConfigError"),
+        (run.set_tags, ({"rankzero.uuid": "x"},), "rankzero.uuid is RankZero's own"),
+        (run.log_artifact, ("absent.bin",), "absent.bin is not logged: FileNotFoundError"),
+        (run.log_text, ("x", "../out.txt"), "'../out.txt' cannot be the name"),
+        (run.log_text, ("x", "/etc/out.txt"), "'/etc/out.txt' cannot be the name"),
+        (run.log_text, ("x", ".hidden"), "'.hidden' cannot be the name"),
+        (run.log_text, ("x", "provenance/diff.patch"), "'provenance/diff.patch' cannot"),
+        (run.log_text, (3, "n.txt"), "n.txt is not logged: TypeError"),
+        (run.log_figure, (Undrawable(), "f.png"), "f.png is not logged: RuntimeError: no font"),
+        (run.log_figure, ("text", "g.png"), "str is no figure"),
+        (run.log_image, ("text", "i.png"), "str is no tensor, array, PIL image"),
+        (run.log_image, (np.zeros(3),), "an image has the shape"),
+    ]
+    for act, arguments, note in actions:
+        act(*arguments)
+        assert note in capsys.readouterr().out, note
+    Path("big.bin").write_bytes(b"12345")
+    with monkeypatch.context() as patched:
+        patched.setattr(logged_files, "disk_free", lambda _: 4)
+        run.log_artifact("big.bin")
+    assert "it has 5 bytes, and the disk of the runs has 4 free" in capsys.readouterr().out
+    run.set_tags({"long": "x" * 10_000})
+    run.log({"loss": 1.0}, 1)
+    run.finish()
+    store, folder = MemoryStore(), folder_of(run)
+    problems = delivered(folder, store).state.problems
+    assert store.status == "FINISHED" and store.curve("loss") == {1: 1.0}
+    assert "tag 'long': 10,000 characters, of which MLflow keeps 8,000" in problems.remarks[0]
+    assert {name.split("/")[0] for name in store.artifacts} == {"provenance"}
+    assert not [path for path in folder.artifacts.rglob("*") if path.name.startswith(".")]
+
+
+def test_url_is_that_of_the_servers_page(run: TrackedRun, tmp_path: Path) -> None:
+    assert run.id is None and run.url is None, "offline"
+    run.finish()
+    online = rankzero.track("mine", name="r2", tracking_uri="http://me:secret@127.0.0.1:9")
+    state = delivery_state.DeliveryState(run_id="abc", experiment_id="7")
+    delivery_state.save(delivery_state.path_of(folder_of(online), 0), state)
+    assert online.id == "abc"
+    assert (online.url or "").endswith("127.0.0.1:9/#/experiments/7/runs/abc")
+    assert "secret" not in (online.url or "")
+    online.finish()
