@@ -121,7 +121,7 @@ class Train:
     warmup_steps: int = 0
     """Steps in which the learning rate grows from 0 to its start."""
     seed: int = 0
-    """Of the weights, the order of the data and the augmentation."""
+    """Decides the weights, the order of the data and the augmentation."""
     deterministic: bool = False
     """Refuse operations whose result differs between runs; costs speed."""
     workers: int | None = None

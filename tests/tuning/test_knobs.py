@@ -1,4 +1,4 @@
-"""What `--knobs` chooses, and what is varied without it."""
+"""The knobs that `--knobs` chooses, and those that are varied without it."""
 
 from __future__ import annotations
 

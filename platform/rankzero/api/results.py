@@ -113,7 +113,7 @@ class Run:
 
     @property
     def params(self) -> Mapping[str, str | float | bool | None]:
-        """The settings. What reads as a number, true, false or none is one, else it is text."""
+        """The settings. A value is a number, true, false or none if it reads as one, else text."""
         return {key: _value(text) for key, text in self._facts.params.items()}
 
     @property

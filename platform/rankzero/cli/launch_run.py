@@ -1,4 +1,4 @@
-"""What `rankzero train` and `resume` share: launch, show the progress, wait for MLflow, report."""
+"""Launch a run, show the progress, wait for MLflow, report: `rankzero train` and `resume`."""
 
 from __future__ import annotations
 

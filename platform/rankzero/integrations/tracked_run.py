@@ -201,7 +201,7 @@ class TrackedRun:
     def reopen(self) -> bool:
         """Begin a new attempt if the run has ended. Return whether the run is open.
 
-        What logs calls it. If it fails, the reason is printed, once.
+        Each method that logs calls it. If it fails, the reason is printed, once.
         """
         if self._is_open:
             return True

@@ -45,7 +45,7 @@ class Facts:
     tags: dict[str, str] = dataclasses.field(default_factory=dict)
     """The user's tags, of all attempts."""
     note: str = ""
-    """What the user wrote with ``--note``."""
+    """The user's text of ``--note``."""
     commands: list[str] = dataclasses.field(default_factory=list)
     """The attempts' command lines, without repetitions."""
     attempts: int = 0

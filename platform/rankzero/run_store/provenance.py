@@ -54,7 +54,7 @@ _VARIABLES = {
 _VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_")
 
 
-# Of the names of tags. All other tags are the user's.
+# The beginnings of RankZero's and MLflow's tags. All other tags are the user's.
 RESERVED = ("mlflow.", "rankzero.")
 
 

@@ -17,7 +17,7 @@ PRUNERS: tuple[Pruner, ...] = get_args(Pruner)
 
 @dataclasses.dataclass(frozen=True)
 class SearchOptions:
-    """What a search looks for, and what it may spend."""
+    """The objective of a search, and its budget."""
 
     objective: Name = "time-to-target"
     sampler: Sampler = "tpe"

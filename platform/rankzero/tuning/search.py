@@ -1,6 +1,6 @@
 """A whole search: the study, its run in MLflow, the trials, the report.
 
-Of the processes that share a study, one leads. It measures the probe map, trains the reference,
+One of the processes that share a study leads. It measures the probe map, trains the reference,
 confirms and decides. The others help with trials.
 """
 

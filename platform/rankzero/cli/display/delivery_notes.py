@@ -1,4 +1,4 @@
-"""What a command prints at its end about its delivery to MLflow."""
+"""Notes about the delivery to MLflow, which a command prints at its end."""
 
 from __future__ import annotations
 

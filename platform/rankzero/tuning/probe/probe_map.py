@@ -64,7 +64,7 @@ _NOT_PART = (
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """What was measured: the map, and the effect of each value of a knob of speed."""
+    """All measurements: the map, and the effect of each value of a knob of speed."""
 
     cells: list[ProbeResult] = dataclasses.field(default_factory=list)
     effects: list[Effect] = dataclasses.field(default_factory=list)

@@ -41,12 +41,12 @@ _PLAN = 1  # raised when the order of the measurements changes: older ones are n
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What decides which values a knob has: the user's own settings, the model, the machine."""
+    """The user's own settings, the model and the machine: they decide which values a knob has."""
 
     train: Train
     processes: int
     cores: int
-    """Of one trial's processes together."""
+    """Cores of one trial's processes together."""
     loads: bool
     """Whether samples are loaded, and not tensors in memory."""
     images: bool
@@ -67,7 +67,7 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """What one value of a knob does to the speed: ratios of samples/s, with a 95 % interval."""
+    """The effect of one value of a knob: ratios of samples/s, with a 95 % interval."""
 
     knob: str
     settings: Settings

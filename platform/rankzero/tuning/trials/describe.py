@@ -125,7 +125,7 @@ def _child(pipe: Connection, *given: Any) -> None:
     signals.unblock()
     try:
         pipe.send(_described(*given))
-    # Of classes that every process knows: one of the user's file cannot be unpickled elsewhere.
+    # Every process knows these classes. One of the user's file cannot be unpickled elsewhere.
     except (UserError, config.ConfigError) as error:
         pipe.send(UserError(str(error)))
     except Exception as error:

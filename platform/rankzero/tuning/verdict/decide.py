@@ -75,7 +75,7 @@ class Verdict:
     noise: float
     """A smaller gain counts as noise: 0.03 is 3 %, for `quality` a difference of 0.03."""
     gain: float | None = None
-    """Of the winner (without one: of the nearest challenger) over the reference. A ratio of times
+    """The winner's (without one: the nearest challenger's) over the reference. A ratio of times
     or speeds, or a difference of qualities. Less than measured, because the best was lucky, too."""
     gain_low: float | None = None
     gain_high: float | None = None
