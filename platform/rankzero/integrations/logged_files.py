@@ -1,4 +1,4 @@
-"""What a program logs as a file: written into the run's folder at once, uploaded by the courier."""
+"""Files that a program logs: written into the run's folder at once, uploaded by the courier."""
 
 from __future__ import annotations
 
