@@ -10,7 +10,7 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankzero.confidence import half_width, pooled_deviation, student_t
+from rankzero.confidence import RunningMean, half_width, pooled_deviation, student_t
 
 
 @given(st.integers(1, 500), st.floats(0.55, 0.9999))
@@ -36,3 +36,16 @@ def test_one_value_has_no_interval() -> None:
 def test_pooled_deviation_ignores_differences_between_groups() -> None:
     assert pooled_deviation([[1.0, 3.0], [101.0, 103.0], [7.0]]) == (pytest.approx(2**0.5), 2)
     assert pooled_deviation([[1.0], []]) == (0.0, 0)
+
+
+@given(st.lists(st.floats(1e-3, 1e6), max_size=40))
+def test_a_running_mean_has_the_interval_of_all_values(values: list[float]) -> None:
+    running = RunningMean()
+    for value in values:
+        running.add(value)
+    if values:
+        assert running.mean == pytest.approx(statistics.fmean(values))
+    wanted = half_width(values)
+    assert (running.half_width is None) == (wanted is None)
+    if wanted is not None:
+        assert running.half_width == pytest.approx(wanted, rel=1e-6, abs=1e-6)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import statistics
 from collections.abc import Sequence
 
 _ANGLE_BITS = 50
+_MOST_FREEDOM = 10_000  # each one costs a multiplication
 
 
 @functools.lru_cache(maxsize=1024)
 def student_t(freedom: int, probability: float = 0.975) -> float:
     """Return Student's t quantile for a probability above a half, to six digits.
 
-    `freedom`: at least 1. Source: the closed form of the distribution in Abramowitz & Stegun,
+    `freedom`: at least 1. More than 10,000 count as 10,000, which changes the fourth digit.
+    Source: the closed form of the distribution in Abramowitz & Stegun,
     26.7.3 and 26.7.4, solved by bisection for the angle with the tangent t / sqrt(freedom).
     """
     # SciPy has this function, but RankZero does not depend on SciPy.
+    freedom = min(freedom, _MOST_FREEDOM)
     low, high = 0.0, math.pi / 2
     for _ in range(_ANGLE_BITS):
         middle = (low + high) / 2
@@ -45,6 +49,29 @@ def half_width(values: Sequence[float]) -> float | None:
     if count < 2:
         return None
     return student_t(count - 1) * statistics.stdev(values) / math.sqrt(count)
+
+
+@dataclasses.dataclass
+class RunningMean:
+    """The mean of values that come one by one, and its interval, without a list of them."""
+
+    count: int = 0
+    mean: float = 0.0
+    _squares: float = 0.0
+
+    def add(self, value: float) -> None:
+        """Take in a value (Welford 1962)."""
+        self.count += 1
+        before, self.mean = self.mean, self.mean + (value - self.mean) / self.count
+        self._squares += (value - before) * (value - self.mean)
+
+    @property
+    def half_width(self) -> float | None:
+        """Return half the 95 % interval of the mean, or None with fewer than two values."""
+        if self.count < 2:
+            return None
+        deviation = math.sqrt(self._squares / (self.count - 1))
+        return student_t(self.count - 1) * deviation / math.sqrt(self.count)
 
 
 def pooled_deviation(groups: Sequence[Sequence[float]]) -> tuple[float, int]:

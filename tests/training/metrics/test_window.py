@@ -1,6 +1,7 @@
 """Means, ratios, windows, throughput."""
 
 import math
+import pickle
 import re
 
 import pytest
@@ -143,3 +144,16 @@ def test_throughput_is_missing_before_the_first_window_after_the_warm_up() -> No
     assert not {"samples_per_second", "samples_per_second_half_width"} & figures(1.0, 1.0).keys()
     assert figures(1.0, 1.0, 2.0)["samples_per_second"] == 50.0
     assert "samples_per_second_half_width" not in figures(1.0, 1.0, 2.0)
+
+
+def test_the_totals_of_a_long_run_take_no_more_memory() -> None:
+    totals, window = RunTotals(), WindowStats({}, StopCode.NONE, 1.0, [0.0], [0.0], 1)
+
+    def size_after(windows: int) -> int:
+        for _ in range(windows):
+            totals.add(window, 100, {"tokens_per_second": 5.0})
+        return len(pickle.dumps(totals))
+
+    before = size_after(3)
+    assert size_after(1000) <= before + 20
+    assert totals.summary()["tokens_per_second"] == pytest.approx(5.0)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 
-from rankzero.confidence import half_width
+from rankzero.confidence import RunningMean
 from rankzero.training.metrics.straggler import straggler
 from rankzero.training.metrics.window import WindowStats
 
@@ -18,10 +18,13 @@ WARM_UP_WINDOWS = 2
 class RunTotals:
     """The loop's sums for the run's summary. Evaluations and checkpoints do not count."""
 
-    windows: list[tuple[int, float]] = dataclasses.field(default_factory=list)
-    """Each window's samples and seconds."""
-    rates: list[Mapping[str, float]] = dataclasses.field(default_factory=list)
-    """Each window's tokens per second and FLOP/s utilisation, if they are known."""
+    windows: int = 0
+    steady: RunningMean = dataclasses.field(default_factory=RunningMean)
+    """The samples per second of the windows after the warm-up."""
+    steady_samples: int = 0
+    steady_seconds: float = 0.0
+    rates: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The steady windows' tokens per second and FLOP/s utilisation, times their seconds."""
     forwards: list[float] = dataclasses.field(default_factory=list)
     """Each rank's seconds of forwards, one forward a window."""
     data_waits: list[float] = dataclasses.field(default_factory=list)
@@ -39,8 +42,14 @@ class RunTotals:
         self, window: WindowStats, samples: int, rates: Mapping[str, float] | None = None
     ) -> None:
         """Add one window, or several as one, the samples of its steps, and its other rates."""
-        self.windows.append((samples, window.seconds))
-        self.rates.append(rates or {})
+        # Sums, and no list of windows: a run may last for months.
+        self.windows += 1
+        if self.windows > WARM_UP_WINDOWS and window.seconds > 0:
+            self.steady.add(samples / window.seconds)
+            self.steady_samples += samples
+            self.steady_seconds += window.seconds
+            for name, rate in (rates or {}).items():
+                self.rates[name] = self.rates.get(name, 0.0) + rate * window.seconds
         # The sums are empty before the first window.
         forwards = itertools.zip_longest(self.forwards, window.forwards, fillvalue=0.0)
         data_waits = itertools.zip_longest(self.data_waits, window.data_waits, fillvalue=0.0)
@@ -51,28 +60,20 @@ class RunTotals:
 
     def summary(self) -> dict[str, float]:
         """Return the run's figures, without those that were not measured."""
-        # The method of batch means: windows of about a second are nearly independent.
-        steady = [one for one in self.windows[WARM_UP_WINDOWS:] if one[1] > 0]
-        speed = data_wait_fraction = None
-        if steady:
-            speed = sum(samples for samples, _ in steady) / sum(seconds for _, seconds in steady)
-        if self.train_seconds:
-            data_wait_fraction = self.data_wait_seconds / self.train_seconds
-        timed = list(zip(self.rates, self.windows, strict=True))[WARM_UP_WINDOWS:]
+        steady = self.steady_seconds
         figures = {
-            **{
-                name: sum(rates.get(name, 0.0) * seconds for rates, (_, seconds) in timed)
-                / sum(seconds for _, (_, seconds) in timed)
-                for name in (timed[0][0] if timed else ())
-            },
+            **{name: total / steady for name, total in self.rates.items()},
             "best": self.best,
-            "samples_per_second": speed,
-            "samples_per_second_half_width": half_width([n / seconds for n, seconds in steady]),
+            "samples_per_second": self.steady_samples / steady if steady else None,
+            # The method of batch means: windows of about a second are nearly independent.
+            "samples_per_second_half_width": self.steady.half_width,
             "steps": float(self.steps),
             "train_seconds": self.train_seconds,
-            "data_wait_fraction": data_wait_fraction,
+            "data_wait_fraction": (
+                self.data_wait_seconds / self.train_seconds if self.train_seconds else None
+            ),
             "checkpoint_blocked_seconds": self.blocked_seconds,
-            **straggler(len(self.windows), self.train_seconds, self.forwards, self.data_waits),
+            **straggler(self.windows, self.train_seconds, self.forwards, self.data_waits),
         }
         measured = {name: value for name, value in figures.items() if value is not None}
         return {**self.last_metrics, **measured}
