@@ -88,6 +88,14 @@ def test_signal_that_kills_the_process_fails_the_run(tmp_path: Path) -> None:
     assert end()[0].status == "FAILED" and "killed by a signal" in end()[0].reason
 
 
+def test_error_that_ends_the_process_is_that_of_all_its_runs(tmp_path: Path) -> None:
+    other = 'other = rankzero.track("mine", name="r2", offline=True)\nother.log({"loss": 1.0})\n'
+    (end,) = ended(tmp_path, BEGIN + other + "raise ValueError('boom')")
+    events = read_all(tmp_path / "mlruns/runs/r2/events.jsonl")
+    assert [end.reason] == [one.reason for one in events if isinstance(one, RunEnded)]
+    assert end.reason == "ValueError: boom"
+
+
 def test_second_track_of_a_run_ends_the_first(tmp_path: Path) -> None:
     again = 'again = rankzero.track("mine", name="r1", offline=True)\nagain.log({"loss": 2.0}, 1)'
     assert [end.status for end in ended(tmp_path, BEGIN + again)] == ["FINISHED"] * 2

@@ -17,15 +17,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankzero.events import (
+    ArtifactLogged,
     CheckpointDeleted,
     CheckpointSaved,
     Evaluated,
     Event,
     Noticed,
+    ParamsLogged,
     RunEnded,
     RunStarted,
     StepsLogged,
     SystemSampled,
+    TagsSet,
     decode,
     encode,
     encode_line,
@@ -55,6 +58,9 @@ events = st.one_of(
     st.builds(CheckpointSaved, times, st.integers(0), paths, st.booleans(), metrics),
     st.builds(CheckpointDeleted, times, st.integers(0), paths),
     st.builds(SystemSampled, times, st.integers(0), metrics),
+    st.builds(ParamsLogged, times, st.dictionaries(st.text(), st.text())),
+    st.builds(TagsSet, times, st.dictionaries(st.text(), st.text())),
+    st.builds(ArtifactLogged, times, paths),
     st.builds(
         RunEnded,
         times,

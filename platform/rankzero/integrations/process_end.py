@@ -27,9 +27,11 @@ def at_exit(
     `last_use`: when the run was used last. An exit before that was caught. A ``raise
     SystemExit(1)`` that does not come from `sys.exit` goes unseen.
     """
-    for module, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
-        if hasattr(module, name):
-            setattr(module, name, _exit)
+    sys.exit = _exit
+    for name in ("exit", "quit"):
+        # At a prompt, both print how to leave it.
+        if hasattr(builtins, name) and not hasattr(sys, "ps1"):
+            setattr(builtins, name, _exit)
     went_on()
     # Unlike atexit's, its functions also run in the processes of multiprocessing, and only in the
     # process that registered them.

@@ -511,7 +511,8 @@ class TrackedRun:
         return measured, better or (self._goal.metric in known and step == self._best_step)
 
     def _flush(self) -> None:
-        process_end.went_on()
+        if self._is_open:  # Else the process may end now, with an error for all its runs.
+            process_end.went_on()
         rows, self._rows, self._flushed = self._rows, [], time.monotonic()
         if self._checkpoints is not None:
             self._log_all(self._checkpoints.poll())
