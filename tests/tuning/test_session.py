@@ -123,6 +123,13 @@ def test_a_search_of_the_settings_of_speed_alone(search: Searcher) -> None:
     assert [one.train.workers for one in launcher.started[:2]] == [None, 2]
 
 
+def test_the_search_states_first_what_it_will_cost_and_can_show(search: Searcher) -> None:
+    _, _, _, lines = search()
+    plan = next(line for line in lines if line.startswith("plan"))
+    assert lines.index(plan) == 1, "after the reference"
+    assert "plan   11 trials of up to" in plan and "confirm 3 of them on 3 seeds" in plan
+
+
 def test_trials_neither_keep_checkpoints_nor_train_beyond_the_target(search: Searcher) -> None:
     _, _, launcher, _ = search(trials=3)
     for experiment in launcher.started:

@@ -11,9 +11,11 @@ from rankzero.tuning.space import Space
 from rankzero.tuning.study import Study
 from rankzero.tuning.trial import Trial
 from rankzero.tuning.verdict import confirm
+from rankzero.tuning.verdict.decide import detectable
 
 SECONDS, REFERENCE_SECONDS = "seconds", "reference_seconds"
 """Facts of a study: the seconds that it took so far, and those of its first trial as a whole."""
+_USUAL_NOISE = 0.05  # of runs of one configuration, relative
 _MARGIN = 1.1  # on estimates of the confirmation's time
 
 
@@ -67,6 +69,22 @@ class Budget:
         """Return whether there is time to train these on as many new seeds again."""
         return self._fits(self._seconds_of(candidates))
 
+    def outlook(self) -> str:
+        """Return what the search will cost and what it can show, once the reference is trained."""
+        options, own = self._options, float(self._study.facts.get(REFERENCE_SECONDS, 0.0))
+        confirmation = self._confirmation_seconds(self._study.trials(), in_full=True)
+        trials = self._most_trials - 1
+        if own > 0 and math.isfinite(self._most_seconds):
+            free = max(0.0, self._most_seconds - self.seconds - confirmation)
+            trials = min(trials, self._side_by_side * free / own)
+        least = "at least " if options.minutes else ""
+        gain = detectable(_USUAL_NOISE, options.seeds, options.challengers)
+        return (
+            f"plan   {least}{trials:.0f} trials of up to {own:.0f} s, then up to "
+            f"{confirmation:.0f} s to confirm {options.challengers} of them on {options.seeds} "
+            f"seeds: it can show gains above {gain:.0%} if runs vary by {_USUAL_NOISE:.0%}"
+        )
+
     def too_short(self) -> str | None:
         """Return an error message if the budget did not suffice for a second trial, or None."""
         trials = self._study.trials()
@@ -86,7 +104,7 @@ class Budget:
     def _fits(self, seconds: float) -> bool:
         return self.seconds + seconds < self._most_seconds
 
-    def _confirmation_seconds(self, trials: Sequence[Trial]) -> float:
+    def _confirmation_seconds(self, trials: Sequence[Trial], *, in_full: bool = False) -> float:
         """Return the estimated seconds of the confirmation, future challengers included."""
         reference = next_trial.reference_trial(trials, self._space)
         if reference is None:
@@ -95,7 +113,7 @@ class Budget:
         found = [reference, *next_trial.challengers(trials, self._space, most)]
         # Challengers that are still to be found will be about as fast as the fastest known trial.
         # As long as there is none, one will do: a bad guess must not use up the budget.
-        missing = 1 + most - len(found) if len(found) > 1 else min(1, most)
+        missing = 1 + most - len(found) if in_full or len(found) > 1 else min(1, most)
         return self._seconds_of([*found, *[min(found, key=_train_seconds)] * missing])
 
     def _seconds_of(self, candidates: Sequence[Trial]) -> float:

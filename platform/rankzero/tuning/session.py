@@ -67,6 +67,7 @@ class Session:
         self._recover()
         try:
             self._train_reference()
+            self._notify(self._budget.outlook())
             while True:
                 self._pool.run(self._next_trial)
                 self._await_helpers()

@@ -9,7 +9,13 @@ import statistics
 import pytest
 
 from rankzero.experiment import Goal
-from rankzero.tuning.verdict.decide import Candidate, ConfirmationRun, decide, finalists
+from rankzero.tuning.verdict.decide import (
+    Candidate,
+    ConfirmationRun,
+    decide,
+    detectable,
+    finalists,
+)
 from rankzero.tuning.verdict.sentence import sentence
 
 GOAL = Goal("val/accuracy", "max", target=0.97)
@@ -106,6 +112,12 @@ def test_a_challenger_that_reaches_the_target_beats_a_reference_that_does_not() 
     assert "does not reliably reach 97.0% val/accuracy (1 of 3 seeds)" in sentence(
         found, GOAL, 0.97, 60.0
     )
+
+
+def test_more_seeds_and_less_noise_show_smaller_gains() -> None:
+    assert detectable(0.05, 3, 3) == pytest.approx(0.14, abs=0.02)
+    assert detectable(0.05, 6, 3) < detectable(0.05, 3, 3) < detectable(0.1, 3, 3)
+    assert detectable(0.0, 3, 3) == pytest.approx(0.03, abs=0.001), "less is not worth it"
 
 
 def test_among_equals_the_cheapest_wins() -> None:

@@ -119,6 +119,15 @@ def decide(objective: Name, reference: Candidate, challengers: Sequence[Candidat
     )
 
 
+def detectable(noise: float, seeds: int, challengers: int) -> float:
+    """Return the least gain that a first look can show if runs of one configuration vary so much.
+
+    Both are relative: 0.05 is 5 %.
+    """
+    freedom, sure = (challengers + 1) * (seeds - 1), 1 - 0.05 / LOOKS / max(1, challengers)
+    return math.expm1(max(_FLOOR, student_t(freedom, sure) * noise * math.sqrt(2 / seeds)))
+
+
 def finalists(verdict: Verdict) -> tuple[int, ...]:
     """Return the trials that more seeds may separate: the reference and the nearest, or none.
 
