@@ -25,6 +25,12 @@ try:
 except SystemExit:
     run.log({"loss": 2.0})
 """
+HANDLED = """
+try:
+    raise ValueError("boom")
+except ValueError:
+    sys.exit(3)
+"""
 CHILD = """
 import sys, rankzero
 import multiprocessing
@@ -59,6 +65,7 @@ def ended(folder: Path, script: str) -> list[RunEnded]:
         (BEGIN + "sys.exit(0)", "FINISHED", "finished", None),
         (BEGIN + "sys.exit(1)", "FAILED", "exited with 1", "SystemExit"),
         (BEGIN + "exit('no data')", "FAILED", "exited with no data", "SystemExit"),
+        (BEGIN + HANDLED, "FAILED", "ValueError: boom", "script.py"),
         (BEGIN + "raise ValueError('boom')", "FAILED", "ValueError: boom", "script.py"),
         (BEGIN + "os.kill(os.getpid(), signal.SIGINT)", "KILLED", "stopped by Ctrl-C", None),
         (BEGIN + CAUGHT, "FINISHED", "finished", None),

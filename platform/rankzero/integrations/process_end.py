@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 class _Raised:
     """The latest exceptions, as far as Python does not keep them until the end."""
 
-    exit: SystemExit | None = None
+    exit: BaseException | None = None
     exit_time = 0.0
     caught: BaseException | None = None
 
@@ -47,7 +47,9 @@ def _error(last_use: float) -> BaseException | None:
     # A process of multiprocessing ends while the exception is being raised.
     raised, last = sys.exc_info()[1], _uncaught()
     left = _Raised.exit if last_use <= _Raised.exit_time else None
-    return raised or left or (None if last is _Raised.caught else last)
+    if raised is not None and not isinstance(raised, SystemExit):
+        return raised
+    return left or raised or (None if last is _Raised.caught else last)
 
 
 def _uncaught() -> BaseException | None:
@@ -58,7 +60,7 @@ def _uncaught() -> BaseException | None:
 def _exit(code: Any = None) -> NoReturn:
     """Do what `sys.exit` does, and remember the code, which Python forgets before the end."""
     if threading.current_thread() is threading.main_thread():
-        _Raised.exit, _Raised.exit_time = SystemExit(code), time.time()
-        # The exception whose handler gives up, as in a process of torch.multiprocessing.
-        _Raised.exit.__context__ = sys.exc_info()[1]
+        # An exception whose handler gives up says more, as in a process of torch.multiprocessing.
+        handled = sys.exc_info()[1] if code else None
+        _Raised.exit, _Raised.exit_time = handled or SystemExit(code), time.time()
     raise SystemExit(code)
