@@ -18,7 +18,11 @@ class Verb(NamedTuple):
 
 _DIGITS = "experiments/digits.py"
 VERBS = {
-    "init": Verb("write an experiment that trains at once", "rankzero init my_experiment.py"),
+    "init": Verb(
+        "write an experiment that trains at once",
+        "rankzero init my_experiment.py",
+        module="rankzero.cli.init",
+    ),
     "train": Verb("run an experiment, tracked", f"rankzero train {_DIGITS} --nproc 2 lr=1e-2"),
     "resume": Verb(
         "continue a run from its newest checkpoint, in the same MLflow run",

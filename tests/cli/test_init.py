@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rankzero import config, experiment_file
-from rankzero.cli.commands.init import TEMPLATES
+from rankzero.cli.init import TEMPLATES
 from rankzero.cli.main import main
 from support.training import Trainer
 
