@@ -24,7 +24,10 @@ def test_a_view_fits_a_tag() -> None:
     value = saved_view.tag_value("val/" + "m" * 200)
     state = unpacked(value)
     assert len(value) < 5000
-    assert "metrics.`whole_run/samples_per_second`" in state["selectedColumns"]
+    assert state["selectedColumns"][:2] == [
+        "metrics.`whole_run/best`",
+        "metrics.`whole_run/samples_per_second`",
+    ]
     shown = [section["name"] for section in state["compareRunSections"] if section["display"]]
     assert shown == ["What matters first"] and 4 <= len(state["compareRunCharts"]) <= 8
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from rankzero.events import Evaluated, Noticed
 from rankzero.run_store.journal import Journal, read_all
 from rankzero.tracking.run_log import RunLog
-from support.runs import T0, append, ended, evaluated, make_folder
+from support.runs import T0, append, ended, evaluated, make_folder, started
 
 
 class Unreadable(dict[str, float]):
@@ -75,6 +76,15 @@ def test_the_end_is_written_on_a_disk_that_refuses_for_a_moment(tmp_path: Path) 
     log(ended())
     log.close()
     assert list(read_all(folder.events)) == [evaluated(1, 0.5), ended()]
+
+
+def test_all_tags_of_an_attempt_are_an_artifact(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    log = RunLog(folder, Journal(folder.events), 1, None)
+    log(started())
+    log.close()
+    tags = json.loads((folder.artifacts / "provenance/tags.json").read_text())
+    assert tags == started().environment
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:

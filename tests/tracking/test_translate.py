@@ -10,7 +10,7 @@ from rankzero.events import Evaluated, Event, RunEnded, StepsLogged, SystemSampl
 from rankzero.mlflow_store.items import MetricBatch, MetricPoint, MlflowItem, Tags
 from rankzero.run_store.delivery_state import Curves, DeliveryState
 from rankzero.tracking.translate import ending, linked, translate
-from support.runs import T0, ended, evaluated, keys, started, steps
+from support.runs import T0, ended, evaluated, started, steps
 
 
 def items(*events: Event) -> list[MlflowItem]:
@@ -141,11 +141,20 @@ def test_a_checkpoints_metrics_are_linked_as_the_points_of_its_evaluation() -> N
 def test_the_end_sends_the_figures_that_have_no_curve() -> None:
     _, state = translate([started(), evaluated(10, 0.5)], DeliveryState())
     event = ended(
-        metrics={"best": 0.5, "samples_per_second": 99.0, "val/accuracy": 0.5, "val/new": 1.0},
+        metrics={
+            "best": 0.9694444431198967,
+            "samples_per_second": 1_234_567.0,
+            "val/accuracy": 0.5,
+            "val/new": 0.9694444431198967,
+        },
         error="x" * 9000 + "ValueError: the end",
     )
     found, _ = ending(event, state)
-    assert keys(points(found)) == {"whole_run/best", "whole_run/samples_per_second", "val/new"}
+    assert {point.key: point.value for point in points(found)} == {
+        "whole_run/best": 0.969444,
+        "whole_run/samples_per_second": 1_234_567.0,
+        "val/new": 0.9694444431198967,
+    }
     tags = next(item.tags for item in found if isinstance(item, Tags))
     assert tags["rankzero.error"].endswith("ValueError: the end")
     assert len(tags["rankzero.error"]) == 8000

@@ -55,9 +55,10 @@ _LINE: dict[str, Any] = {
 def tag_value(goal: str) -> str:
     """Return the value of `TAG` for an experiment whose goal metric is `goal`."""
     columns = [
-        *(f"metrics.`{key}`" for key in (goal, WHOLE_SPEED) if key),
+        # The best value first: MLflow's column of the goal has the newest.
+        *(f"metrics.`{key}`" for key in (f"{WHOLE_RUN}/best", WHOLE_SPEED)),
         *(f"params.`{key}`" for key in ("train.batch_size", "lr", "train.precision")),
-        *(f"metrics.`{key}`" for key in (BUSY_GPUS, f"{WHOLE_RUN}/best")),
+        *(f"metrics.`{key}`" for key in (BUSY_GPUS, goal) if key),
     ]
     # As many pixels as the whole name of a column takes.
     widths = {column: max(80, 22 + 63 * len(column.partition("`")[2]) // 10) for column in columns}

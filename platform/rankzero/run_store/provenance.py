@@ -54,6 +54,13 @@ _VARIABLES = {
 _VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_")
 
 
+# A resume from MLflow reads the first one. More tags would bury a user's.
+_SHOWN = {
+    "rankzero.experiment_file",
+    "rankzero.dirty",
+    "rankzero.study",
+    "rankzero.out_of_memory",
+}
 # The beginnings of RankZero's and MLflow's tags. All other tags are the user's.
 RESERVED = ("mlflow.", "rankzero.")
 
@@ -140,6 +147,20 @@ def environment(found: Provenance) -> dict[str, str]:
 def tags_of_user(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the tags of a run that its user chose."""
     return {key: text for key, text in environment.items() if not key.startswith(RESERVED)}
+
+
+def tags_for_mlflow(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the tags that MLflow shows. All of them are in ``provenance/tags.json``."""
+    return {
+        key: text
+        for key, text in environment.items()
+        if key in _SHOWN or not key.startswith("rankzero.")
+    }
+
+
+def write_tags(folder: Path, environment: Mapping[str, str]) -> None:
+    """Write ``provenance/tags.json``: every tag of an attempt."""
+    write_atomically(_artifact_folder(folder) / "tags.json", json.dumps(environment, indent=2))
 
 
 def write_artifacts(found: Provenance, folder: Path) -> None:

@@ -9,12 +9,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from rankzero.errors import UserError
 from rankzero.events import Event, Noticed, RunEnded, RunStarted
 from rankzero.ranks import Ranks
 from rankzero.redaction.text import text_without_secrets
 from rankzero.run_store import picture_files
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import Journal, read_all
+from rankzero.run_store.provenance import write_tags
 from rankzero.tracking import recorder
 from rankzero.tracking.recorder import RecorderHandle
 
@@ -75,6 +77,10 @@ class RunLog:
         """Append the event to the journal, with secrets redacted from an error. Raises nothing."""
         if self._journal is None:
             return
+        if isinstance(event, RunStarted):
+            # The journal has the tags, too: the artifact is for people who only see MLflow.
+            with contextlib.suppress(OSError, UserError):
+                write_tags(self.folder.artifacts, event.environment)
         if isinstance(event, RunEnded):
             error = None if event.error is None else text_without_secrets(event.error)
             event = dataclasses.replace(

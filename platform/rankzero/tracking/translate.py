@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -32,6 +33,7 @@ from rankzero.mlflow_store.items import (
     Tags,
 )
 from rankzero.run_store.delivery_state import Curves, DeliveryState, Task
+from rankzero.run_store.provenance import tags_for_mlflow
 
 Row = tuple[str, object, object, object]  # key, step, time, value, as the journal has them
 
@@ -160,7 +162,7 @@ class _Draft:
         self._change(goal=event.params.get("goal.metric"))
         self._ending, self._ended = None, False
         self._upload_artifacts()
-        self.remark_texts(event.params, event.environment)
+        self.remark_texts(event.params, tags_for_mlflow(event.environment))
 
     def remark_texts(self, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
         """Note which params and tags MLflow will not have whole, or under other names."""
@@ -240,7 +242,7 @@ class _Draft:
                 # The step is the attempt's. MLflow shows a single point at step 0 as a bar, which
                 # compares runs, and a later attempt's point follows it.
                 attempt = max(0, self._curves.attempt - 1)
-                yield f"{WHOLE_RUN}/{key}", attempt, event.time, value
+                yield f"{WHOLE_RUN}/{key}", attempt, event.time, _rounded(value)
             elif self._name(key) not in self._marks:
                 yield key, 0, event.time, value
 
@@ -279,6 +281,14 @@ class _Draft:
 
     def _remark(self, what: str, became: str) -> None:
         self._problems = self._problems.remark(what, became)
+
+
+def _rounded(value: object) -> object:
+    """Return six digits of a number that is not whole: MLflow's table shows all that it has."""
+    real = scalars.number(value)
+    if real is None or not math.isfinite(real) or real.is_integer():
+        return value
+    return float(f"{real:.6g}")
 
 
 def _curve_tags(curves: Curves) -> dict[str, str]:

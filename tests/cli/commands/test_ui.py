@@ -116,11 +116,12 @@ def _fill(rankzero: Command, gpus: dict[str, str]) -> None:
 def _printed(server: subprocess.Popen[str]) -> dict[str, str]:
     assert server.stdout is not None
     links: dict[str, str] = {}
-    while "newest run" not in links:
+    while "MLflow UI" not in links:
         line = server.stdout.readline()
         assert line, links
         name, _, address = line.partition(": ")
         links[name] = address.split()[0]
+    assert list(links) == ["runs", "newest run", "MLflow UI"], "the runs come first"
     return links
 
 
@@ -191,6 +192,7 @@ def test_runs_have_useful_columns_and_charts(shown: Shown, page: Page, pictures:
     """
     page.goto(shown.runs)
     for column in (
+        "whole_run/best",
         "val/accuracy",
         WHOLE_SPEED,
         BUSY_GPUS,

@@ -119,6 +119,20 @@ def test_a_changed_param_becomes_a_tag(tracker: MlflowRuns, run: RunRecord) -> N
     assert record.tags["host"] == "here"
 
 
+def test_a_run_has_few_tags_of_ours(tracker: MlflowRuns, run: RunRecord) -> None:
+    names = ("host", "python", "package.torch", "gpu", "dirty", "experiment_file")
+    environment = {f"rankzero.{name}": "x" for name in names} | {"team": "vision"}
+    tracker.start_attempt(run.run_id, RunStarted(T0, {"goal.metric": "val/loss"}, environment, 1))
+    tags = tracker.find_run(run.run_id).tags
+    assert {key for key in tags if not key.startswith("mlflow.")} == {
+        "rankzero.attempt",
+        "rankzero.dirty",
+        "rankzero.experiment_file",
+        "rankzero.uuid",
+        "team",
+    }
+
+
 def test_hostile_params_and_tags_are_made_legal(tracker: MlflowRuns, run: RunRecord) -> None:
     nasty = {
         "a(b)=%": "x" * 10_000,

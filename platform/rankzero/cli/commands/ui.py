@@ -67,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     with process, _ends_with_us(process):
         links = list(_links(arguments.dir, access.address, empty))  # while the server starts
         _wait_until_up(process, access.address)
-        lines = [f"MLflow UI: {access.address}  (Ctrl-C ends it)", notes, *links]
+        # The runs first: MLflow's own start page begins with other things.
+        lines = [*links, f"MLflow UI: {access.address}  (Ctrl-C ends it)", notes]
         print(*filter(None, lines), sep="\n", flush=True)
         process.communicate()
     return 0 if process.returncode in (0, -signal.SIGTERM, -signal.SIGINT) else 1

@@ -26,6 +26,7 @@ from rankzero.mlflow_store.items import DESCRIPTION, MetricPoint
 from rankzero.mlflow_store.uris import RunGone, TrackingError
 from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store.folder import Identity
+from rankzero.run_store.provenance import tags_for_mlflow
 
 # Lengths that MLflow accepts.
 _DATASET_NAME, _DATASET_DIGEST, _DATASET_TAG = 500, 36, 500
@@ -81,11 +82,9 @@ class MlflowRuns:
 
     def start_attempt(self, run_id: str, event: RunStarted) -> None:
         """Set the run to RUNNING and log its params and tags."""
-        tags = {**event.environment, "rankzero.attempt": str(event.attempt)}
+        tags = {**tags_for_mlflow(event.environment), "rankzero.attempt": str(event.attempt)}
         if event.attempt > 1:
             tags.pop(DESCRIPTION, None)  # somebody may have edited the note since
-        if "goal.metric" in event.params:
-            tags["rankzero.goal"] = event.params["goal.metric"]
         run = self.log_params(run_id, event.params, tags)
         if run.info.status != "RUNNING":
             self._client.update_run(run_id, status="RUNNING")
