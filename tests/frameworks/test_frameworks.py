@@ -133,6 +133,9 @@ for _ in range(2):
     trainer = Trainer(max_steps=4, logger=logger, callbacks=callbacks, **quiet)
     trainer.fit(Model())
     trainer.test(Model())
+    logger.log_hyperparams(None)
+    logger.log_hyperparams({"late": 1})
+    logger.experiment.set_tags({"team": "a"})
 """,
     "transformers": """
 import torch

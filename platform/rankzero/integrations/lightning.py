@@ -10,11 +10,12 @@ checkpoints, and how the training ended.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
 from rankzero.integrations.deferred_run import DeferredRun
+from rankzero.integrations.params import params_of
+from rankzero.integrations.tracked_run import TrackedRun
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -42,13 +43,18 @@ class RankZeroLogger(Logger):
         return self._experiment
 
     @property
+    def experiment(self) -> TrackedRun:
+        """The run, for everything else that it can log. Starts it."""
+        return self.deferred_run.begin()
+
+    @property
     def version(self) -> str | None:
         return self.deferred_run.name
 
     @rank_zero_only
-    def log_hyperparams(self, params: Mapping[str, Any] | Namespace, *_: Any, **__: Any) -> None:
-        """Add params. Those that come after the first metric are ignored."""
-        self.deferred_run.add_params(vars(params) if isinstance(params, Namespace) else params)
+    def log_hyperparams(self, params: object, *_: Any, **__: Any) -> None:
+        """Add params, at any time: a mapping, a namespace, a dataclass, or None."""
+        self.deferred_run.add_params(params_of(params))
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:

@@ -22,7 +22,6 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from rankzero import ranks
-from rankzero.catalog.lookup import mlflow_id
 from rankzero.events import (
     Evaluated,
     Event,
@@ -229,6 +228,8 @@ class TrackedRun:
 
         None offline, on other ranks than 0, and after 20 seconds since the attempt began.
         """
+        from rankzero.catalog.lookup import mlflow_id
+
         while not self._offline:
             found = mlflow_id(self._log.folder)
             if found is not None or time.monotonic() - self._begun > _ID_SECONDS:
