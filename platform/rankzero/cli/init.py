@@ -14,12 +14,14 @@ TEMPLATES = ("vision", "text", "tabular")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
     parser.add_argument("file", metavar="FILE", type=Path, help="the new file: my_experiment.py")
     kind = "the kind of data that it begins with (default: %(default)s)"
     parser.add_argument("--template", choices=TEMPLATES, default=TEMPLATES[0], help=kind)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the command; return its exit code."""
     path: Path = arguments.file
     if path.suffix != ".py":
         raise UserError(f"{path} is no Python file: write {path.stem or 'my_experiment'}.py")
