@@ -244,7 +244,7 @@ def test_a_run_in_python(shared: OldStore) -> None:
         right = (model(inputs).squeeze(1) > 0) == (labels > 0)
     assert bool(right.all())  # its val/accuracy was 1
     own = shared.run("own-loop")
-    assert own.status == "FINISHED" and own.params["lr"] == "0.25"
+    assert own.status == "FINISHED" and own.params["lr"] == 0.25
     assert history(own) == shared.losses("own-loop")
     (checkpoint,) = own.checkpoints
     assert checkpoint.step == 10 and (checkpoint.path / "manifest.json").exists()
