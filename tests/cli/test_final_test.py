@@ -64,3 +64,11 @@ def test_a_run_without_a_validation_set(rankzero: Command) -> None:
     assert json.loads((rankzero.runs[0].path / "best_model.json").read_text())["step"] == 12
     code, output = rankzero("search", file)
     assert code == 2 and "error: a search compares trainings by a validation metric" in output
+
+
+def test_a_run_is_tested_at_its_time_limit(rankzero: Command) -> None:
+    settings = ("train.limits.max_minutes=0.005", "train.patience=none", "train.steps=100000")
+    code, output = rankzero("train", TESTED, "--offline", "step_seconds=0.01", *settings)
+    end = last_end(rankzero.runs[0])
+    assert code == 0 and end.status == "FINISHED" and "test/accuracy" in end.metrics, output
+    assert end.reason.startswith("reached train.limits.max_minutes at step")
