@@ -120,10 +120,10 @@ def processor_time(process: int | str = "self") -> ProcessorTime | None:
 def is_crowded() -> bool:
     """Return whether many more threads want to run than there are processors."""
     try:
-        running = Path("/proc/loadavg").read_text().split()[3].partition("/")[0]
-    except (OSError, IndexError):
+        running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+    except (OSError, IndexError, ValueError):
         return False
-    return int(running) > _CROWDED * (os.cpu_count() or 1)
+    return running > _CROWDED * (os.cpu_count() or 1)
 
 
 def _seconds_waited() -> float | None:
