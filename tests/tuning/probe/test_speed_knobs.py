@@ -97,6 +97,13 @@ def test_the_next_value_is_kept_if_the_best_was_only_lucky() -> None:
     assert [one.decision for one in found] == ["no gain", "kept"]
 
 
+def test_the_best_value_comes_first_also_after_one_that_failed() -> None:
+    speeds = {"train.workers=1": 1.1, "train.compile=True": 0, "train.channels_last=True": 1.3}
+    _, measured = decide(machine(speeds), ("workers", "compile", "channels_last"))
+    tried = [one.settings for one in measured if one.settings]
+    assert tried[4] == {"train.channels_last": True}, "four values alone, then the best"
+
+
 def test_loading_processes_are_added_only_if_steps_wait_for_data() -> None:
     calm = dataclasses.replace(KNEE, data_wait_fraction=0.0)
     # 3 is the default with 8 cores and 2 processes.

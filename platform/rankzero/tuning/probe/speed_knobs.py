@@ -296,9 +296,10 @@ def _ranked(found: Sequence[Effect]) -> list[list[int]]:
     The first value that the best one does not surely beat comes first: it is cheaper.
     """
     by_knob: dict[str, list[int]] = {}
-    for place, one in sorted(enumerate(found), key=lambda pair: -pair[1].gain):
-        if one.decision == "kept":
-            by_knob.setdefault(one.knob, []).append(place)
+    # Only these have a gain: NaN has no order.
+    kept = [place for place, one in enumerate(found) if one.decision == "kept"]
+    for place in sorted(kept, key=lambda place: -found[place].gain):
+        by_knob.setdefault(found[place].knob, []).append(place)
     for places in by_knob.values():
         least = found[places[0]].low
         cheapest = min(place for place in places if found[place].high >= least)
