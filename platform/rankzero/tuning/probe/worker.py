@@ -136,7 +136,11 @@ def _measure_or_fail(
         if world.is_distributed:
             raise
         reason = str(error).splitlines()[0]
-    gc.collect()
+    finally:
+        # The model must be freed before the next cell's is built, and the code compiled for it.
+        if experiment.train.compile:
+            torch.compiler.reset()
+        gc.collect()
     torch.cuda.empty_cache()
     return ProbeResult(
         **dataclasses.asdict(cell),
@@ -171,11 +175,6 @@ def _measure(
     mine = torch.tensor([_alloc_retries() - retries, torch.cuda.max_memory_reserved()])
     thrashed, memory = world.gather(mine).amax(dim=0).tolist()
     samples = job.batch_order.mean_batch_size
-    # The model must be freed before the next cell's is built, and the code compiled for it.
-    del job, state, batches
-    if experiment.train.compile:
-        torch.compiler.reset()
-    gc.collect()
     return ProbeResult(
         **dataclasses.asdict(cell),
         status="out of memory" if thrashed else "ok",
