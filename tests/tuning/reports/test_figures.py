@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from rankzero.experiment import Goal
+from rankzero.run_store.folder import RunFolder
 from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.probe.speed_knobs import Effect
 from rankzero.tuning.reports import html_page, optuna_figures, probe_figures
-from rankzero.tuning.reports.study_run import effects_markdown
+from rankzero.tuning.reports.study_run import StudyRun, effects_markdown
 from rankzero.tuning.trial import State, Trial
 
 GOAL = Goal("val/accuracy", "max")
@@ -91,6 +94,14 @@ def test_bars_show_the_knobs_that_were_measured(tmp_path: Path) -> None:
     table = effects_markdown(EFFECTS)
     assert "| workers 2&emsp; | +50.0%&emsp; | +45.0% to +55.0%&emsp; | kept&emsp; |" in table
     assert "refused: no images" in table and effects_markdown([]) == ""
+
+
+def test_a_table_is_json_also_with_what_was_not_measured(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    StudyRun(cast(Any, SimpleNamespace(folder=folder)), {}).write_probe(MAP, EFFECTS)
+    for name in ("knobs.json", "probe_map.json"):
+        text = (folder.artifacts / name).read_text()
+        assert "NaN" not in text and "Infinity" not in text and json.loads(text)["data"]
 
 
 def test_a_search_without_results_is_drawn(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import csv
 import dataclasses
 import io
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -121,7 +122,9 @@ class StudyRun:
 
     def write_table(self, name: str, columns: Sequence[str], rows: Sequence[list[Any]]) -> None:
         """Write a table in the form that MLflow's artifact viewer shows as one."""
-        self.write(name, json.dumps({"columns": columns, "data": rows}))
+        # JSON has no NaN, and MLflow's viewer would show no table.
+        data = [[None if _is_odd(value) else value for value in row] for row in rows]
+        self.write(name, json.dumps({"columns": columns, "data": data}))
 
     def write_description(self, markdown: str) -> None:
         """Set the run's description in MLflow, in the place of the usual report."""
@@ -142,6 +145,10 @@ class StudyRun:
         for name, rows in (("probe_map.json", cells), ("knobs.json", knobs)):
             if rows:
                 self.write_table(name, list(rows[0]), [list(row.values()) for row in rows])
+
+
+def _is_odd(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _known(values: Mapping[str, float | None]) -> dict[str, float]:
