@@ -61,6 +61,11 @@ def test_the_sentence_names_edges_and_rounds_that_were_trained_again() -> None:
     assert "Trained again, because the machine's speed changed: 2 of the rounds." in text
 
 
+def test_nobody_is_told_to_keep_what_was_never_evaluated() -> None:
+    found = decide("time-to-target", candidate(0, None), [])
+    assert sentence(found, GOAL, 0.97, 60.0).startswith("No configuration was trained up to its")
+
+
 @pytest.mark.parametrize("challengers", [1, 2, 3])
 def test_the_stated_gain_is_not_too_high_and_its_interval_covers_the_truth(
     challengers: int,

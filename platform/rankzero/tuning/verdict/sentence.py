@@ -30,6 +30,11 @@ def sentence(
     reference, winner = verdict.reference, verdict.winner
     minutes, short = search_seconds / 60, search_seconds < 90
     took = f"The search took {f'{search_seconds:.0f} s' if short else f'{minutes:.0f} min'}"
+    if closest is None and not winner.reached:
+        return (
+            f"No configuration was trained up to its first evaluation. {took}. The trials have the "
+            "reasons."
+        )
     if closest is not None and not winner.reached and verdict.objective != "quality":
         trial, quality = closest
         return (
