@@ -340,8 +340,8 @@ def test_samplers_and_pruners(search: Searcher, sampler: str, pruner: str) -> No
 def test_a_grid_covers_what_was_asked_for_and_names_what_it_does_not(tmp_path: Path) -> None:
     class Asked(Mine):
         width: int = 16
-        depth: int = 1
-        search = {"width": Choice(16, 32, 64), "depth": Choice(1, 2)}
+        clip: float | None = None
+        search = {"width": Choice(16, 32, 64), "clip": Choice(None, 0.5)}
 
     space = asked_for(make_space(Asked(), 1, 0.5, ("fp32", "bf16"), samples=1000))
     storage = f"sqlite:///{tmp_path / 's.db'}"
@@ -357,7 +357,7 @@ def test_a_grid_covers_what_was_asked_for_and_names_what_it_does_not(tmp_path: P
     assert len(study.untried_cells()) == 2
     searched(6)
     assert study.untried_cells() == []
-    tried = [(one["width"], one["depth"]) for one in (t.parameters for t in study.trials())]
+    tried = [(one["width"], one["clip"]) for one in (t.parameters for t in study.trials())]
     assert len(set(tried)) == 6
 
 

@@ -280,7 +280,8 @@ def _grid_points(found: BaseDistribution) -> Sequence[Any]:
 def _equal(cell: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Return whether two cells are one. A range's points are computed, so they may be a bit off."""
     return all(
-        math.isclose(value, other[name]) if isinstance(value, float) else value == other[name]
+        value == other[name]
+        or ({type(value), type(other[name])} == {float} and math.isclose(value, other[name]))
         for name, value in cell.items()
         if name in other
     )
