@@ -9,7 +9,13 @@ import pytest
 
 from rankzero import Choice, Experiment, Goal, Train
 from rankzero.errors import RunFailed, UserError
-from rankzero.tuning.agreement import SPACE, agree_on_space, await_facts, check_space
+from rankzero.tuning.agreement import (
+    SPACE,
+    agree_on_space,
+    await_facts,
+    check_space,
+    space_of_version,
+)
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.space import SPEED, make_space
@@ -52,6 +58,18 @@ def test_a_study_of_an_older_version_has_no_settings_of_speed(study: Study) -> N
     study.note(SPACE, old)
     space = check_space(study, SPACE_OF_MINE, SearchOptions())
     assert space.speed == {} and SPEED not in space.parameters()
+
+
+def test_a_grid_of_an_older_version_keeps_the_ranges_of_its_trials(study: Study) -> None:
+    class Asked(Mine):
+        width: int = 16
+        search = {"width": Choice(16, 32)}
+
+    space, grid = make_space(Asked(), 1, 0.5, samples=1000), SearchOptions(sampler="grid")
+    assert set(space_of_version(study, space, grid).parameters()) == {"width"}
+    assert space_of_version(study, space, SearchOptions()) == space
+    study.note(SPACE, {"batch_sizes": space.batch_sizes, "precisions": ["fp32"], "signature": ""})
+    assert space_of_version(study, space, grid) == space
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,23 @@ from rankzero.tuning import members
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.probe import grid
 from rankzero.tuning.probe.grid import ProbeResult
-from rankzero.tuning.space import Space, narrowed
+from rankzero.tuning.space import Space, asked_for, narrowed
 from rankzero.tuning.study import Study
 
 SPACE = "space"
 """A fact of a study: the ranges that are drawn from."""
 _POLL_SECONDS = 0.5
+
+
+def space_of_version(study: Study, space: Space, options: SearchOptions) -> Space:
+    """Return the space without what the study's version does not know.
+
+    A grid has only the ranges that the experiment's `search` names. One of an older version keeps
+    all ranges, because its trials have them. It continues without settings of speed.
+    """
+    if "speed" not in study.facts.get(SPACE, {"speed": {}}):
+        return dataclasses.replace(space, knobs=())
+    return asked_for(space) if options.sampler == "grid" else space
 
 
 def agree_on_space(

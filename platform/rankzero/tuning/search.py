@@ -23,7 +23,13 @@ from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.location import make_root
 from rankzero.tuning import members, next_trial
-from rankzero.tuning.agreement import SPACE, agree_on_space, await_facts, check_space
+from rankzero.tuning.agreement import (
+    SPACE,
+    agree_on_space,
+    await_facts,
+    check_space,
+    space_of_version,
+)
 from rankzero.tuning.budget import SECONDS
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.probe import probe_map, speed_knobs
@@ -102,6 +108,8 @@ def run(setup: SearchSetup) -> SearchOutcome:
         pruner=setup.options.pruner,
         seed=setup.space.reference.train.seed,
     )
+    space = space_of_version(study, setup.space, setup.options)
+    setup = dataclasses.replace(setup, space=space)
     leads = members.lead(study)
     if not (leads or setup.shared):
         _, pid, _ = members.leader(study).rsplit(" ", 2)
@@ -116,7 +124,7 @@ def run(setup: SearchSetup) -> SearchOutcome:
 def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
     with _open_run(setup, setup.identity) as run:
         began = time.monotonic()
-        probe = _probe(setup, study, run) if setup.probes else Probe()
+        probe = _probe(setup, run) if setup.probes else Probe()
         measured, speed = probe.cells, speed_knobs.decided(probe.effects)
         space = agree_on_space(study, setup.space, measured, setup.options, speed)
         # The folder may hold an earlier attempt's identity, which stays.
@@ -150,13 +158,9 @@ def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
     return SearchOutcome(text, run.folder, decided=True)
 
 
-def _probe(setup: SearchSetup, study: Study, run: StudyRun) -> Probe:
-    space, file = setup.space, setup.identity.experiment_file or ""
-    # A study of an older version goes on without settings of speed.
-    if "speed" not in study.facts.get(SPACE, {"speed": {}}):
-        space = dataclasses.replace(space, knobs=())
-    host, notify = setup.hosts[0], setup.notify
-    probe = probe_map.measure(space, setup.described, file, setup.root, host, notify)
+def _probe(setup: SearchSetup, run: StudyRun) -> Probe:
+    file, host, notify = setup.identity.experiment_file or "", setup.hosts[0], setup.notify
+    probe = probe_map.measure(setup.space, setup.described, file, setup.root, host, notify)
     run.write_probe(probe.cells, probe.effects)
     return probe
 

@@ -27,7 +27,7 @@ from rankzero.telemetry.host import usable_cores
 from rankzero.tuning import knobs
 from rankzero.tuning.objective import NAMES
 from rankzero.tuning.options import PRUNERS, SAMPLERS, SearchOptions, default_storage
-from rankzero.tuning.space import Space, asked_for, make_space
+from rankzero.tuning.space import Space, make_space
 from rankzero.tuning.trials import describe
 from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.host_process import Host
@@ -96,8 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.ExitStack() as hosts:
         first = hosts.enter_context(host(arguments))
         described, space = described_space(arguments, first)
-        if chosen.sampler == "grid":
-            space = asked_for(space)
         if arguments.parallel == 1:
             return _search(arguments, chosen, [first], described, space)
         # The first host has the whole machine. Each trial needs a host on its own share.
