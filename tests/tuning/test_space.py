@@ -199,6 +199,22 @@ def test_a_number_at_the_edge_of_its_range_is_named() -> None:
     assert space.at_edge({**inside, "dropout": 0.49, "depth": 8}) == ["dropout", "depth"]
 
 
+def test_a_trial_from_before_its_range_was_added_has_no_edge_there() -> None:
+    space = make_space(searching(width=Integer(16, 64)), 1, 1.0)
+    assert space.at_edge({FACTOR: 1.0}) == []
+
+
+def test_a_learning_rate_of_0_is_not_searched() -> None:
+    zero = override(Plain(), {"lr": 0.0})
+    assert FACTOR not in make_space(zero, 1, 1.0).parameters()
+    with pytest.raises(ConfigError, match="a search multiplies it"):
+        make_space(override(searching(lr=Uniform(0.1, 0.2)), {"lr": 0.0}), 1, 1.0)
+
+
+def test_a_range_from_0_keeps_its_upper_end() -> None:
+    assert make_space(searching(lr=Uniform(0.0, 0.2)), 1, 1.0).factors == LogUniform(1 / 32, 2.0)
+
+
 def test_a_seed_is_not_searched_and_a_fold_gets_a_warning() -> None:
     with pytest.raises(ConfigError, match=r"luckiest seed.*rankzero repeat EXP --seeds 3"):
         make_space(searching(train__seed=Choice(0, 1)), 1, 0.5)

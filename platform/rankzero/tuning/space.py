@@ -193,7 +193,9 @@ class Space:
     def at_edge(self, parameters: Mapping[str, Any]) -> list[str]:
         """Return the keys of the numbers that lie at an edge of their range."""
         found = []
-        for name, range_ in self.parameters().items():
+        # A trial from before its range was added to `search` lacks the parameter.
+        ranges = ((name, one) for name, one in self.parameters().items() if name in parameters)
+        for name, range_ in ranges:
             match range_:
                 case LogUniform(low, high):
                     value = float(parameters[name])
@@ -337,8 +339,12 @@ def _batch_sizes(
 
 def _lr_factors(own: float, chosen: Range | None) -> LogUniform:
     """Return the factors that keep the reference's batch size in the experiment's own lr range."""
-    ends = [] if chosen is None else _ends(chosen)
-    if not ends or own <= 0 or min(ends) <= 0:
-        return _FACTORS
+    if own <= 0 and chosen is not None:
+        raise ConfigError(
+            f"search['lr']: your own lr is {own}, and a search multiplies it: give another lr"
+        )
+    if chosen is None:
+        return _FACTORS if own > 0 else LogUniform(1.0, 1.0)
+    low, high = min(_ends(chosen)) / own, max(_ends(chosen)) / own
     # The reference's own factor, 1, is always inside.
-    return LogUniform(min(1.0, min(ends) / own), max(1.0, max(ends) / own))
+    return LogUniform(min(1.0, low if low > 0 else _FACTORS.low), max(1.0, high))
