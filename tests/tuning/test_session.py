@@ -257,6 +257,14 @@ def test_a_budget_that_is_too_short_raises(search: Searcher) -> None:
 
 
 def test_the_least_minutes_that_the_error_names_are_enough(tmp_path: Path) -> None:
+def test_without_a_second_configuration_the_minutes_are_not_too_short(search: Searcher) -> None:
+    class Fixed(Mine):
+        search = {"train.batch_size": Choice(32), "lr": Choice(0.03)}
+
+    found, study, _, _ = search(experiment=Fixed(), trials=None, minutes=60.0)
+    assert not found.beaten and len(study.trials()) == 1
+
+
     def searched(minutes: float) -> Study:
         launcher, space = FakeLauncher(), make_space(Mine(), 1, 0.5, samples=1000)
         storage = f"sqlite:///{tmp_path / f'{minutes}.db'}"

@@ -88,7 +88,9 @@ class Budget:
     def too_short(self) -> str | None:
         """Return an error message if the budget did not suffice for a second trial, or None."""
         trials = self._study.trials()
-        if self._options.minutes is None or len(next_trial.ended(trials)) >= 2:
+        # If there is time, nothing is left to try.
+        is_over = self._options.minutes is not None and not self.allows_a_trial()
+        if not is_over or len(next_trial.ended(trials)) >= 2:
             return None
         own = float(self._study.facts.get(REFERENCE_SECONDS, 0.0))
         confirmation = self._confirmation_seconds(trials)
