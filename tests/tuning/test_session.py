@@ -11,19 +11,20 @@ import pytest
 
 from rankzero import Choice, Experiment, Goal, Train
 from rankzero.errors import RunFailed, UserError
-from rankzero.tuning.next_trial import guesses
+from rankzero.tuning.next_trial import guesses, upcoming
 from rankzero.tuning.options import PRUNERS, SAMPLERS, SearchOptions
 from rankzero.tuning.session import Session
 from rankzero.tuning.space import (
     BATCH_INDEX,
     FACTOR,
     SPEED,
+    Space,
     asked_for,
     make_space,
     settings_text,
 )
 from rankzero.tuning.study import Study, find_study, open_study
-from rankzero.tuning.trial import Trial
+from rankzero.tuning.trial import State, Trial
 from rankzero.tuning.verdict.decide import Verdict
 from support.fake_launcher import FakeLauncher
 
@@ -256,7 +257,6 @@ def test_a_budget_that_is_too_short_raises(search: Searcher) -> None:
         search(trials=None, minutes=1e-9)
 
 
-def test_the_least_minutes_that_the_error_names_are_enough(tmp_path: Path) -> None:
 def test_without_a_second_configuration_the_minutes_are_not_too_short(search: Searcher) -> None:
     class Fixed(Mine):
         search = {"train.batch_size": Choice(32), "lr": Choice(0.03)}
@@ -265,6 +265,7 @@ def test_without_a_second_configuration_the_minutes_are_not_too_short(search: Se
     assert not found.beaten and len(study.trials()) == 1
 
 
+def test_the_least_minutes_that_the_error_names_are_enough(tmp_path: Path) -> None:
     def searched(minutes: float) -> Study:
         launcher, space = FakeLauncher(), make_space(Mine(), 1, 0.5, samples=1000)
         storage = f"sqlite:///{tmp_path / f'{minutes}.db'}"
@@ -317,16 +318,68 @@ def test_a_reference_that_diverges_does_not_end_a_search_with_a_target(search: S
         search(FakeLauncher(fate), Open())
 
 
-def test_a_round_in_which_the_machine_slowed_down_is_trained_again(search: Searcher) -> None:
-    class Slowing(FakeLauncher):
-        def speed(self, experiment: Experiment) -> float:
-            slow = experiment.train.seed == 1001 and experiment.train.batch_size == 32
-            return super().speed(experiment) * (0.7 if slow else 1.0)
+def test_a_reference_that_diverges_sets_no_target_for_quality(search: Searcher) -> None:
+    launcher = FakeLauncher(lambda number, _: "nan" if number == 0 else "")
+    options = {"objective": "quality", "trial_minutes": 1.0, "trials": 3}
+    _, study, _, _ = search(launcher, Mine(goal=Goal("val/accuracy", "max", target=1.5)), **options)
+    assert study.facts["target"] is None and study.trials()[1].feasible
 
+
+def test_a_reference_that_crashes_is_not_said_to_need_a_target(search: Searcher) -> None:
+    with pytest.raises(RunFailed) as raised:
+        search(FakeLauncher(lambda number, _: "crash"))
+    assert "goal.target" not in str(raised.value)
+
+
+def of_reference(space: Space, state: State, quality: float, memory: float = 0.0) -> Trial:
+    violations = {"quality": quality, "memory": memory}
+    facts = {"batch_size": 32}
+    parameters = space.reference_parameters()
+    return Trial(0, state, parameters, -1.0 if state == "COMPLETE" else None, violations, facts)
+
+
+def test_no_learning_rate_is_tried_where_it_cannot_help() -> None:
+    space = make_space(Mine(), 1, 0.5, samples=1000)
+    reached = [of_reference(space, "COMPLETE", 0.0)]
+    planned = [upcoming(reached, [], space, is_speed=one) or {} for one in (False, True)]
+    assert [one[FACTOR] for one in planned] == [4.0, 1.0]
+    assert upcoming([of_reference(space, "PRUNED", 1.0, memory=1.0)], [], space) is None
+
+
+def test_a_range_that_the_user_removed_holds_up_no_search() -> None:
+    space = make_space(Mine(), 1, 0.5, samples=1000)
+    before = of_reference(space, "COMPLETE", 0.0)
+    old = dataclasses.replace(before, parameters={**before.parameters, "width": 16})
+    assert upcoming([old], [], space) is None
+
+
+class Slowing(FakeLauncher):
+    def speed(self, experiment: Experiment) -> float:
+        slow = experiment.train.seed == 1001 and experiment.train.batch_size == 32
+        return super().speed(experiment) * (0.7 if slow else 1.0)
+
+
+def test_a_round_in_which_the_machine_slowed_down_is_trained_again(search: Searcher) -> None:
     found, study, _, lines = search(Slowing())
     assert study.facts["disturbed"] == [1001]
     assert sorted(run.seed for run in found.reference.runs) == [1000, 1002, 1006]
     assert any("the machine's speed changed in the round of seed 1001" in line for line in lines)
+
+
+def test_an_interrupted_round_that_is_trained_again_is_finished_later(search: Searcher) -> None:
+    begun: list[int] = []
+
+    def fate(number: int, experiment: Experiment) -> str:
+        begun.extend([number] if experiment.train.seed == 1006 else [])
+        return "ctrl-c" if len(begun) == 2 else ""
+
+    with pytest.raises(KeyboardInterrupt):
+        search(Slowing(fate))
+    left = [one["seed"] for one in find(search).facts["confirmations"]]
+    assert left.count(1006) == 1 and "disturbed" not in find(search).facts
+    found, study, _, _ = search(Slowing())
+    assert study.facts["disturbed"] == [1001]
+    assert sorted(run.seed for run in found.reference.runs) == [1000, 1002, 1006]
 
 
 def test_a_reference_that_is_the_best_wins(search: Searcher) -> None:

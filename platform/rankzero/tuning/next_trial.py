@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rankzero.tuning.learning_curve import CurvePoint
+from rankzero.tuning.objective import MEMORY
 from rankzero.tuning.space import BATCH_INDEX, FACTOR, Space
 from rankzero.tuning.trial import Trial
 
@@ -48,23 +49,31 @@ def taken(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def upcoming(
-    trials: Sequence[Trial], first: Sequence[Parameters], space: Space
+    trials: Sequence[Trial],
+    first: Sequence[Parameters],
+    space: Space,
+    *,
+    is_speed: bool = False,
 ) -> Parameters | None:
     """Return the parameters to try next, or None if the sampler shall draw them.
 
     In order: interrupted trials, those in `first`, those around the best so far. While no trial
     reaches the quality, other learning rates come before `first`: they are the likelier cause.
+    `is_speed`: the objective is a speed, which no learning rate changes.
     """
     if (again := interrupted(trials, space)) is not None:
         return again
     plan: list[Parameters] = []
-    around = _around_the_best(trials, space)
     best = leading(trials)
+    is_reached = best is not None and best.feasible
+    around = _around_the_best(trials, space, by_lr=not (is_speed and is_reached))
     if best is not None and best.feasible:
         plan += [*_with_its_lr(first, trials, best), *around]
     else:
         plan += [*around, *first]
-    return _first_untried(plan, trials)
+    # The user may have removed a range from `search` since. No trial can have its parameter.
+    names = set(space.parameters())
+    return _first_untried([one for one in plan if set(one) <= names], trials)
 
 
 def interrupted(trials: Sequence[Trial], space: Space) -> Parameters | None:
@@ -91,18 +100,21 @@ def _with_its_lr(
     return [{**parameters, FACTOR: best.parameters[FACTOR]} for parameters in first]
 
 
-def _around_the_best(trials: Sequence[Trial], space: Space) -> list[Parameters]:
+def _around_the_best(trials: Sequence[Trial], space: Space, *, by_lr: bool) -> list[Parameters]:
     """Return the configurations around the best trial, or on the way to a first good one."""
     known, best = ended(trials), leading(trials)
     tried = [float(one.parameters[FACTOR]) for one in taken(trials) if FACTOR in one.parameters]
     if best is None:
-        # The learning rate is too high if all diverged.
+        # The learning rate is too high if all diverged. It does not change the memory.
         lowest = min(tried, default=0.0)
-        own = {**known[0].parameters, FACTOR: lowest} if tried and known else {}
+        diverged = [one for one in known if not one.constraints.get(MEMORY)]
+        own = {**diverged[0].parameters, FACTOR: lowest} if tried and diverged else {}
         further = space.further_lrs(own, tried, _STEP_TO_A_FIRST)
         return [space.sped_up(one) for one in further if one[FACTOR] < lowest]
     # The reference lacks the settings of speed.
     own = space.sped_up(best.parameters)
+    if not by_lr:
+        return list(space.neighbours(own))
     closer = space.closer_lrs(own, tried)
     if not best.feasible:
         return [*space.further_lrs(own, tried, _STEP_TO_A_FIRST), *closer]

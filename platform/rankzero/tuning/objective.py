@@ -25,6 +25,8 @@ Name = Literal["time-to-target", "throughput", "tokens", "quality"]
 NAMES: tuple[Name, ...] = get_args(Name)
 QUALITY = "quality"
 """The constraint that every objective has."""
+MEMORY = "memory"
+"""A constraint of a trial: 1.0 if the device ran out of memory."""
 _CANNOT_WIN = 1.1  # times the best: the noise is smaller than that
 
 

@@ -109,11 +109,12 @@ class Session:
         if self._reference() is None:
             self._pool.run_all([self._reference_job()])
             if self._reference() is None:
-                reason = self._study.trials()[-1].facts.get("reason")
-                raise RunFailed(
-                    "your own configuration did not train to its end, so there is nothing to "
-                    f"compare with: {reason}. With a goal.target, a search continues without it"
-                )
+                last = self._study.trials()[-1]
+                text = "your own configuration did not train to its end, so there is nothing to "
+                text += f"compare with: {last.facts.get('reason')}"
+                if last.state == "PRUNED":
+                    text += ". With a goal.target, a search continues without it"
+                raise RunFailed(text)
 
     def _reference_job(self) -> TrialJob:
         number, _ = self._study.ask(self._space.reference_parameters())
@@ -125,7 +126,8 @@ class Session:
             if result is not None:
                 self._study.note(REFERENCE_SECONDS, self._clock() - began)
                 if result.state == "PRUNED" and reference.goal.target is not None:
-                    self._study.note(TARGET, reference.goal.target)
+                    is_quality = objective.name == "quality"
+                    self._study.note(TARGET, None if is_quality else reference.goal.target)
                 if result.state == "COMPLETE":
                     target = target_quality(objective, result.curve, self._options.tolerance)
                     self._study.note(TARGET, target)
@@ -165,7 +167,8 @@ class Session:
         trials = self._study.trials()
         if self._options.sampler == "grid":
             return next_trial.interrupted(trials, self._space)
-        return next_trial.upcoming(trials, self._guesses, self._space)
+        is_speed = self._options.objective in ("throughput", "tokens")
+        return next_trial.upcoming(trials, self._guesses, self._space, is_speed=is_speed)
 
     def _allows_a_trial(self) -> bool:
         return self._repeats < _MOST_REPEATS and self._budget.allows_a_trial()
@@ -263,7 +266,9 @@ class Session:
     def _repeat_disturbed(self, candidates: Sequence[Trial]) -> None:
         """Train another round for each in which the machine's speed changed, if there is time."""
         known = list(self._study.facts.get(DISTURBED, []))
-        seeds = [seed for seed in confirm.disturbed(self._sound()) if seed not in known]
+        # A round that was interrupted shows nothing. It gets its other runs if it is needed.
+        whole = confirm.whole_rounds([one.number for one in candidates], self._sound())
+        seeds = [seed for seed in confirm.disturbed(whole) if seed not in known]
         for seed in seeds[: max(0, self._options.seeds - len(known))]:
             if not self._budget.allows_another_round(candidates):
                 return

@@ -24,12 +24,10 @@ from rankzero.events import Event, RunEnded, SystemSampled
 from rankzero.experiment import Experiment
 from rankzero.launch.failures import FailureKind
 from rankzero.tuning.learning_curve import LearningCurve
-from rankzero.tuning.objective import QUALITY, Objective
+from rankzero.tuning.objective import MEMORY, QUALITY, Objective
 from rankzero.tuning.trial import State
 from rankzero.tuning.trials.launcher import LaunchedTrial, TrainLauncher
 
-_MEMORY = "memory"
-"""A constraint of a trial: 1.0 if the device ran out of memory."""
 # A trial is measured and not kept.
 _TRIAL_SETTINGS = {
     "train.checkpoints.save_every": 0,
@@ -182,13 +180,13 @@ def _result(
     if ended.status == "FINISHED":
         return complete(curve, objective)
     if ended.status == "KILLED" and stop_reason:
-        gaps = {QUALITY: objective.gap(curve), _MEMORY: 0.0}
+        gaps = {QUALITY: objective.gap(curve), MEMORY: 0.0}
         return TrialResult("PRUNED", curve, stop_reason, gaps, None)
     # Both are the configuration's fault, so the sampler shall learn of them. A crash may be the
     # machine's, so it has no constraints.
     infeasible = {FailureKind.OUT_OF_MEMORY: 1.0, FailureKind.NOT_FINITE: 0.0}
     if failure in infeasible:
-        constraints = {QUALITY: 1.0, _MEMORY: infeasible[failure]}
+        constraints = {QUALITY: 1.0, MEMORY: infeasible[failure]}
         return TrialResult("PRUNED", curve, ended.reason, constraints, None)
     return TrialResult("FAIL", curve, stop_reason or ended.reason, {}, None)
 
@@ -196,7 +194,7 @@ def _result(
 def complete(curve: LearningCurve, objective: Objective) -> TrialResult:
     """Return the result of a trial that was trained to its end."""
     reason = curve.ended.reason if curve.ended else ""
-    constraints = {QUALITY: objective.gap(curve), _MEMORY: 0.0}
+    constraints = {QUALITY: objective.gap(curve), MEMORY: 0.0}
     return TrialResult("COMPLETE", curve, reason, constraints, objective.value(curve))
 
 

@@ -65,6 +65,12 @@ def by_trial(stored: Stored) -> dict[int, list[ConfirmationRun]]:
     return found
 
 
+def whole_rounds(trials: Sequence[int], stored: Stored) -> list[Mapping[str, Any]]:
+    """Return the confirmations of the rounds in which all these trials were trained."""
+    known = {(run["seed"], run["trial"]) for run in stored}
+    return [run for run in stored if all((run["seed"], one) in known for one in trials)]
+
+
 def disturbed(stored: Stored) -> list[int]:
     """Return the seeds of the rounds in which the machine's speed changed, the worst first.
 
