@@ -163,7 +163,7 @@ def test_without_a_target_the_reference_sets_it(search: Searcher) -> None:
     ("objective", "options"), [("throughput", {}), ("quality", {"trial_minutes": 1.0})]
 )
 def test_the_other_objectives(search: Searcher, objective: str, options: dict[str, Any]) -> None:
-    found, study, launcher, _ = search(objective=objective, trials=6, **options)
+    found, study, launcher, lines = search(objective=objective, trials=6, **options)
     assert found.objective == objective
     best = min(
         trial.value for trial in study.trials() if trial.feasible and trial.value is not None
@@ -173,6 +173,8 @@ def test_the_other_objectives(search: Searcher, objective: str, options: dict[st
         assert study.facts["target"] == pytest.approx(0.99 * study.trials()[0].facts["best"])
     else:
         assert launcher.started[1].train.limits.max_minutes == 1.0
+    plan = next(line for line in lines if line.startswith("plan"))
+    assert ("it can show gains" in plan) == (objective != "quality")
 
 
 @pytest.mark.parametrize(

@@ -79,11 +79,14 @@ class Budget:
             trials = min(trials, self._side_by_side * free / own)
         least = "at least " if options.minutes else ""
         gain = detectable(_USUAL_NOISE, options.seeds, options.challengers)
-        return (
+        text = (
             f"plan   {least}{trials:.0f} trials of up to {own:.0f} s, then up to "
-            f"{confirmation:.0f} s to confirm {options.challengers} of them on {options.seeds} "
-            f"seeds: it can show gains above {gain:.0%} if runs vary by {_USUAL_NOISE:.0%}"
+            f"{confirmation:.0f} s to confirm {options.challengers} of them on {options.seeds} seeds"
         )
+        # The gain of `quality` is a difference of metrics: no usual noise is known.
+        if options.objective == "quality":
+            return text
+        return f"{text}: it can show gains above {gain:.0%} if runs vary by {_USUAL_NOISE:.0%}"
 
     def too_short(self) -> str | None:
         """Return an error message if the budget did not suffice for a second trial, or None."""
