@@ -81,7 +81,8 @@ class Budget:
         gain = detectable(_USUAL_NOISE, options.seeds, options.challengers)
         text = (
             f"plan   {least}{trials:.0f} trials of up to {own:.0f} s, then up to "
-            f"{confirmation:.0f} s to confirm {options.challengers} of them on {options.seeds} seeds"
+            f"{confirmation:.0f} s to confirm {options.challengers} of them on "
+            f"{options.seeds} seeds"
         )
         # The gain of `quality` is a difference of metrics: no usual noise is known.
         if options.objective == "quality":
