@@ -55,7 +55,8 @@ def test_all_processes_use_the_settings_of_speed_that_the_first_leader_measured(
 def test_a_study_of_an_older_version_has_no_settings_of_speed(study: Study) -> None:
     agree_on_space(study, SPACE_OF_MINE, MAP, SearchOptions())
     old = {name: value for name, value in study.facts[SPACE].items() if name != "speed"}
-    study.note(SPACE, old)
+    study.note(SPACE, {**old, "signature": "of the older version's ranges"})
+    agree_on_space(study, SPACE_OF_MINE, MAP, SearchOptions())
     space = check_space(study, SPACE_OF_MINE, SearchOptions())
     assert space.speed == {} and SPEED not in space.parameters()
 

@@ -55,7 +55,11 @@ def agree_on_space(
             "speed": dict(space.speed),
         }
         study.note(SPACE, fact)
-    return _stored_space(study, space)
+    found, fact = _stored_space(study, space), study.facts[SPACE]
+    if "speed" not in fact:
+        # An older version had a narrower range of the learning rate. Helpers have this one, too.
+        study.note(SPACE, {**fact, "signature": _signature(found, options)})
+    return found
 
 
 def check_space(study: Study, space: Space, options: SearchOptions) -> Space:
