@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from rankzero import Experiment
 from rankzero.events import Noticed
+from rankzero.training.checkpoints import carried_state
 from support.training import Trained, Trainer, tiny
 
 TINY: Any = type(tiny())
@@ -30,6 +33,9 @@ class Remembering(nn.Module):
         self.mean = 0.9 * self.mean + 0.1 * x.mean()
         if self.kind == "table" and not self.memory.dim():
             self.memory = torch.ones(2)
+        if self.kind == "inference":
+            with torch.inference_mode():
+                self.memory = self.memory if self.memory.dim() else torch.ones(2)
         if self.kind == "result":
             self.memory = y.sum()
         if self.kind == "replaced":
@@ -84,10 +90,29 @@ def test_resume_within_an_epoch_names_what_it_lacks(
     assert text.startswith(f"{name} changes with each batch") and "not exact" in text
 
 
-@pytest.mark.parametrize("kind", ["nothing", "table", "result", "saved"])
+@pytest.mark.parametrize("kind", ["nothing", "table", "inference", "result", "saved"])
 def test_what_a_resume_has_again_is_not_named(train: Trainer, tmp_path: Path, kind: str) -> None:
     assert not resumed(train, tmp_path, kind, 8)
 
 
 def test_resume_between_epochs_is_not_watched(train: Trainer, tmp_path: Path) -> None:
     assert not resumed(train, tmp_path, "replaced", 5)  # of six
+
+
+def test_watching_holds_no_batch(train: Trainer, tmp_path: Path) -> None:
+    experiment = tiny(train__steps=12)
+    train(experiment, tmp_path, stop_at=8)
+    trained = train(experiment, tmp_path)
+    state = dataclasses.replace(trained.state, step=8)
+    alive: list[Any] = []
+
+    def made(_: int) -> Tensor:
+        assert all(one() is None for one in alive)
+        batch = torch.zeros(1)
+        alive.append(weakref.ref(batch))
+        return batch
+
+    watched = carried_state.watch(map(made, range(5)), trained.job, state, print)
+    while next(watched, None) is not None:
+        pass
+    assert len(alive) == 5

@@ -5,6 +5,7 @@ A resume within an epoch begins without it, so it is not exact, and nothing else
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,25 +32,28 @@ def watch(
 def _watched(
     batches: Iterator[Any], look: Callable[[], _Seen], notice: Callable[[str], None]
 ) -> Iterator[Any]:
-    before: _Seen = {}
-    for number, batch in enumerate(batches):
-        # A tensor that is made once, such as a table of positions, exists after the first batch.
-        if number == 1:
-            before = look()
-        if number == 2:
-            now, names = look(), []
-            for name, seen in before.items():
-                pairs = zip(seen, now.get(name, ()), strict=False)
-                if any(one is not other or old != new for (one, old), (other, new) in pairs):
-                    names.append(name)
-            before = {}
-            if names:
-                notice(
-                    f"{', '.join(names)} changes with each batch, and no checkpoint has it for "
-                    "every rank: if the next batch depends on it, this resume within an epoch is "
-                    "not exact; see 'What does not fit' in docs/experiments.md"
-                )
-        yield batch
+    # A tensor that is made once, such as a table of positions, exists after the first batch.
+    # No name here holds a batch, which would stay in memory while the next one is copied.
+    yield from itertools.islice(batches, 1)
+    seen = [look()]
+    yield from itertools.islice(batches, 1)
+    names = _changed(seen.pop(), look())
+    if names:
+        notice(
+            f"{', '.join(names)} changes with each batch, and no checkpoint has it for "
+            "every rank: if the next batch depends on it, this resume within an epoch is "
+            "not exact; see 'What does not fit' in docs/experiments.md"
+        )
+    yield from batches
+
+
+def _changed(before: _Seen, now: _Seen) -> list[str]:
+    found = []
+    for name, seen in before.items():
+        pairs = zip(seen, now.get(name, ()), strict=False)
+        if any(one is not other or old != new for (one, old), (other, new) in pairs):
+            found.append(name)
+    return found
 
 
 def _tensors(job: TrainingContext, model: nn.Module) -> _Seen:
@@ -68,5 +72,9 @@ def _tensors(job: TrainingContext, model: nn.Module) -> _Seen:
             leaves = () if name in _HARMLESS else pytree.tree_leaves(value)
             tensors = [one for one in leaves if isinstance(one, Tensor) and not one.requires_grad]
             if tensors:
-                found[f"{holder}.{name}"] = [(one, one._version) for one in tensors]
+                found[f"{holder}.{name}"] = [
+                    # A tensor of `torch.inference_mode` does not count its changes.
+                    (one, 0 if one.is_inference() else one._version)
+                    for one in tensors
+                ]
     return found
