@@ -18,6 +18,7 @@ from rankzero.run_store.provenance import (
     changed_between,
     collect,
     environment,
+    record,
     write_artifacts,
     write_packages,
 )
@@ -98,6 +99,22 @@ def test_what_changes_in_the_folder_of_the_runs_is_no_change(repository: Path) -
     assert (found.diff, found.dirty) == (None, "false")
     git(repository, "add", "--all")
     assert collect(repository, [], {}, folder.path.parents[1]).diff is None
+
+
+@pytest.mark.parametrize("at", [".", "project"])
+def test_code_in_the_folder_of_the_runs_is_the_users(
+    repository: Path, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = repository / "project"
+    folder = RunFolder.create(root / "runs", DIGITS)
+    (root / ".gitignore").unlink()
+    (root / "mine.py").write_text("y = 1\n")
+    git(repository, "add", str(root / "mine.py"))
+    monkeypatch.chdir(repository / at)
+    file = str(root / "mine.py") if at == "." else None
+    assert record(folder.artifacts, [], file)["rankzero.dirty"] == "true"
+    diff = (folder.artifacts / "provenance/diff.patch").read_text()
+    assert "+y = 1" in diff and "run.json" not in diff
 
 
 def test_a_folder_that_was_there_gets_no_gitignore(repository: Path) -> None:

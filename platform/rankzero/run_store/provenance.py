@@ -115,7 +115,11 @@ def record(
     artifacts: Path, argv: Sequence[str], experiment_file: str | None = None
 ) -> dict[str, str]:
     """Collect everything now, write it into the run's artifacts, and return the run's tags."""
-    found = collect(Path.cwd(), argv, os.environ, artifacts.absolute().parents[2])
+    runs = artifacts.absolute().parents[1]
+    # A user's code may lie next to the runs: `--dir .`
+    code = Path.cwd(), Path(experiment_file or Path.cwd())
+    own = runs if any(one.is_relative_to(runs.parent) for one in code) else runs.parent
+    found = collect(Path.cwd(), argv, os.environ, own)
     write_artifacts(found, artifacts)
     tags = environment(found)
     if experiment_file:
