@@ -56,6 +56,26 @@ def test_base_class_in_the_file_is_not_a_second_experiment(tmp_path: Path) -> No
     assert load(str(path)).__name__ == "Two"
 
 
+@pytest.mark.parametrize("through", ["exp_own", "exp_between"])
+def test_neighbours_of_one_name_are_not_mistaken(tmp_path: Path, through: str) -> None:
+    imports = "from exp_between import Net\nimport exp_between\n"
+    if through == "exp_own":
+        imports = "from exp_nets import Net\n"
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        written(tmp_path / name, "exp_nets.py", f"class Net:\n    of = {name!r}\n")
+    written(tmp_path / "two", "exp_between.py", "from exp_nets import Net\n")
+    text = "from exp_nets import Net\n" + EXPERIMENT.format(name="One")
+    first = written(tmp_path / "one", "exp_own.py", text)
+    second = written(tmp_path / "two", "exp_own.py", imports + EXPERIMENT.format(name="Two"))
+    assert load(str(first)).__name__ == "One"
+    with pytest.raises(UserError, match=r"two/exp_nets\.py has the name of .*one/exp_nets\.py"):
+        load(str(second))
+    (tmp_path / "two/exp_nets.py").unlink()  # now it is wanted
+    sys.modules.pop("exp_between", None)
+    assert load(str(second)).__name__ == "Two"
+
+
 def test_file_with_the_name_of_a_loaded_module_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="rename the file"):
         load(str(written(tmp_path, "json.py", EXPERIMENT.format(name="One"))))

@@ -120,6 +120,7 @@ def _import(path: Path) -> ModuleType:
     token = _loading.set(True)
     try:
         spec.loader.exec_module(module)
+        _refuse_others(module, path)
     except BaseException:
         del sys.modules[name]
         sys.path.remove(str(path.parent))
@@ -132,3 +133,24 @@ def _import(path: Path) -> ModuleType:
         sys.path.append(str(path.parent))
     _folders.add(path.parent)
     return module
+
+
+def _refuse_others(module: ModuleType, path: Path) -> None:
+    """Raise UserError if the file got a neighbour of another experiment instead of its own."""
+    files = {name: getattr(one, "__file__", None) for name, one in list(sys.modules.items())}
+    others = {
+        name: path.parent / f"{name}.py"
+        for name, file in files.items()
+        if file and Path(file).parent in _folders - {path.parent}
+    }
+    # Its neighbours may have got another's, too.
+    users = [name for name, file in files.items() if file and Path(file).parent == path.parent]
+    for user in (module, *map(sys.modules.get, users if others else ())):
+        for value in list(vars(user).values()):
+            owner = "__name__" if isinstance(value, ModuleType) else "__module__"
+            name = str(getattr(value, owner, None)).partition(".")[0]
+            if name in others and others[name].exists():
+                raise UserError(
+                    f"{others[name]} has the name of {files[name]}, which this process has loaded "
+                    f"for another experiment, and {path} would get that one: rename one of the two"
+                )
