@@ -30,6 +30,7 @@ def test_no_file_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ("mine.py", "exists already"),
         ("mine", "write mine.py"),
         ("torch.py", "hide the module 'torch'"),
+        ("__main__.py", "hide the module '__main__'"),
         ("mine.py/x.py", "mine.py exists already"),
         ("/proc/none/x.py", "cannot write"),
     ):
@@ -39,7 +40,8 @@ def test_no_file_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("stem", "name"), [("experiment", "MyExperiment"), ("vision", "Vision"), ("1st", "My1st")]
+    ("stem", "name"),
+    [("experiment", "MyExperiment"), ("vision", "Vision"), ("1st", "My1st"), ("none", "MyNone")],
 )
 def test_a_class_has_a_name_of_its_own(stem: str, name: str, tmp_path: Path) -> None:
     path = tmp_path / f"{stem}.py"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import keyword
 import re
+import sys
 from pathlib import Path
 
 from rankzero.cli import templates
@@ -26,13 +28,17 @@ def run(arguments: argparse.Namespace) -> int:
     if path.suffix != ".py":
         raise UserError(f"{path} is no Python file: write {path.stem or 'my_experiment'}.py")
     # The folder of an experiment is where its imports are looked for first.
-    if not path.exists() and path.stem.isidentifier() and importlib.util.find_spec(path.stem):
+    is_taken = path.stem in sys.modules or (
+        path.stem.isidentifier() and importlib.util.find_spec(path.stem) is not None
+    )
+    if is_taken and not path.exists():
         raise UserError(f"{path} would hide the module {path.stem!r} from imports: choose another")
     template = Path(templates.__path__[0]) / f"{arguments.template}.py"
     text = template.read_text(encoding="utf-8")
     name = "".join(word.capitalize() for word in re.findall(r"[A-Za-z0-9]+", path.stem))
     head = f"class {arguments.template.capitalize()}("
-    if not name.isidentifier() or re.search(rf"\b{name}\b", text.replace(head, "")):
+    is_legal = name.isidentifier() and not keyword.iskeyword(name)
+    if not is_legal or re.search(rf"\b{name}\b", text.replace(head, "")):
         name = f"My{name}"
     text = text.replace(head, f"class {name}(").replace(template.name, path.name)
     try:
