@@ -30,7 +30,20 @@ def test_every_command_that_makes_runs_takes_them(verb: str) -> None:
     assert (found.run_name if verb in ("train", "repeat") else found.study) == "mine"
 
 
-@pytest.mark.parametrize("tag", ["team", "=x", "team=", "rankzero.x=1", "status=new", "a b=c"])
+@pytest.mark.parametrize(
+    "tag",
+    [
+        "team",
+        "=x",
+        "team=",
+        "rankzero.x=1",
+        "status=new",
+        "a b=c",
+        "../x=1",
+        "a//b=1",
+        "k" * 251 + "=1",
+    ],
+)
 def test_a_tag_that_would_be_lost_is_refused(tag: str) -> None:
     with pytest.raises(UserError, match="write KEY=VALUE, such as team=vision"):
         main.parse(["train", "x.py", "--tag", tag])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rankzero import experiment_file
 from rankzero.catalog import filters, lookup
-from rankzero.mlflow_store import uris
+from rankzero.mlflow_store import limits, uris
 from rankzero.mlflow_store.items import DESCRIPTION
 from rankzero.mlflow_store.patience import A_DAY, WAIT, seconds
 from rankzero.redaction.text import settings_without_secrets, text_without_secrets
@@ -124,10 +124,11 @@ def _tag(text: str) -> tuple[str, str]:
     key, _, value = text.partition("=")
     # Another key would be lost: MLflow, a filter or our own tags take it for theirs.
     legal = _TAG_KEY.fullmatch(key) and not key.startswith(RESERVED) and key not in filters.COLUMNS
-    if not (legal and value.strip()):
+    if not (legal and limits.name(key) == key and value.strip()):
         raise argparse.ArgumentTypeError(
-            f"{text!r}: write KEY=VALUE, such as team=vision; KEY has letters, digits and '_-./', "
-            f"does not begin with {' or '.join(RESERVED)}, and is no column of `rankzero runs`"
+            f"{text[:100]!r}: write KEY=VALUE, such as team=vision; KEY has letters, digits and "
+            f"'_-./', at most {limits.KEY_LENGTH}, is no path such as ../x, does not begin with "
+            f"{' or '.join(RESERVED)}, and is no column of `rankzero runs`"
         )
     return key, value
 
