@@ -41,7 +41,7 @@ class BatchOrder:
     rest: int = 0
     """Samples of an epoch's last batch, if it is smaller than the others (`train.drop_last`)."""
 
-    @property
+    @functools.cached_property  # each step asks for it
     def accumulation(self) -> int:
         """Micro-batches per step and rank."""
         return self.batch_size // (self.micro_batch * self.world_size)
