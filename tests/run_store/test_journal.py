@@ -115,6 +115,15 @@ def test_a_torn_last_line_is_passed_over_and_closed_off(tmp_path: Path) -> None:
     assert later == [ended("second")]
 
 
+def test_event_after_the_end_is_not_written_into_another_file(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "events.jsonl")
+    journal.close()
+    with (tmp_path / "other").open("wb"):  # It gets the number of the journal's file.
+        journal(Noticed(1.0, "late"))
+        journal.sync()
+    assert (tmp_path / "other").read_bytes() == b""
+
+
 def test_a_window_is_on_the_disk_at_once_and_together(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     journal = Journal(path)

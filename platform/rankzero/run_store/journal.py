@@ -96,7 +96,13 @@ class Journal:
 
     def sync(self) -> None:
         """Sync what was handed to the operating system. Any thread may call this."""
-        self._confirm(lambda: self._fsync(self._descriptor))
+        if self._descriptor >= 0:
+            self._confirm(lambda: self._fsync(self._descriptor))
+
+    def disown(self) -> None:
+        """Write nothing any more: the process that this one was forked from does."""
+        os.close(self._descriptor)
+        self._descriptor, self._waiting = -1, bytearray()
 
     def close(self, patience_seconds: float = 0.0) -> None:
         """Write what waits, and close the file. Raises OSError if something stays unwritten.
@@ -117,6 +123,8 @@ class Journal:
                 self.sync()
         finally:
             os.close(self._descriptor)
+            # Another file may get the number. A thread that is late must not write to that one.
+            self._descriptor = -1
 
     def _confirm(self, sync: Callable[[], None]) -> None:
         try:

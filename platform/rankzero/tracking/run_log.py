@@ -118,6 +118,11 @@ class RunLog:
         most = self._patience_seconds
         return most if finished else min(most, _HURRIED_SECONDS)
 
+    def disown(self) -> None:
+        """Leave the journal to the process that this one was forked from."""
+        if self._journal is not None:
+            self._journal.disown()
+
     def close(self, *, finished: bool = False) -> None:
         """Close the journal, and let the recorder finish by itself.
 
