@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from matplotlib.figure import Figure
 
 import rankzero
+from rankzero.events import ArtifactLogged
 from rankzero.integrations import logged_files
 from rankzero.integrations.tracked_run import TrackedRun
 from rankzero.run_store import delivery_state
@@ -47,7 +49,7 @@ def test_everything_is_delivered_as_it_was_before_the_run_ends(run: TrackedRun) 
     run.log_dict({"a": {"b": 1}}, "values.yaml")
     run.log_figure(figure, "figures/curve.svg")
     run.log_image(np.zeros((4, 4, 3), np.uint8), "black.png")
-    run.log_image(torch.rand(3, 8, 8), key="val/sample", step=5)
+    run.log_image(torch.rand(3, 8, 8), key="val/sample", step=np.int64(5))  # type: ignore[arg-type]
     for path in (*Path("data").rglob("*.txt"), Path("c.txt")):
         path.write_text("changed later")
     store = MemoryStore()
@@ -110,6 +112,56 @@ def test_bad_input_is_noted_and_costs_nothing_else(
     assert "tag 'long': 10,000 characters, of which MLflow keeps 8,000" in problems.remarks[0]
     assert {name.split("/")[0] for name in store.artifacts} == {"provenance"}
     assert not [path for path in folder.artifacts.rglob("*") if path.name.startswith(".")]
+
+
+def test_file_that_cannot_be_copied_costs_no_other_of_its_folder(
+    run: TrackedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (".hydra/config.yaml", ".ignore", "a.txt", "gone.txt", "z.txt"):
+        Path("out", name).parent.mkdir(parents=True, exist_ok=True)
+        Path("out", name).write_text(name)
+    save = logged_files.write
+
+    def write(folder: RunFolder, name: str, *rest: Any) -> ArtifactLogged:
+        Path("gone.txt").unlink(missing_ok=True)
+        return save(folder, name, *rest)
+
+    monkeypatch.chdir("out")
+    monkeypatch.setattr(logged_files, "write", write)
+    run.log_artifact(".")
+    assert "2 of 5 files" in capsys.readouterr().out
+    copied = folder_of(run).artifacts / "out"
+    found = {str(path.relative_to(copied)) for path in copied.rglob("*") if path.is_file()}
+    assert found == {".hydra/config.yaml", "a.txt", "z.txt"}
+    run.finish()
+
+
+def test_folder_of_the_runs_is_not_copied_into_itself(run: TrackedRun) -> None:
+    Path("train.py").write_text("x")
+    run.log_artifact(".")
+    copied = next(folder_of(run).artifacts.glob("test_*"))
+    assert [path.name for path in copied.iterdir()] == ["train.py"]
+    run.finish()
+
+
+def test_threads_that_write_one_name_do_not_mix_their_texts(run: TrackedRun) -> None:
+    both, folder = threading.Barrier(2), folder_of(run)
+
+    def log(text: str) -> None:
+        def save(path: Path) -> None:
+            path.write_text(text)
+            both.wait(10)
+
+        logged_files.write(folder, "a.txt", save)
+
+    threads = [threading.Thread(target=log, args=(text,)) for text in ("one", "other")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (folder.artifacts / "a.txt").read_text() in ("one", "other")
+    assert not list(folder.artifacts.glob(".*"))
+    run.finish()
 
 
 def test_url_is_that_of_the_servers_page(run: TrackedRun, tmp_path: Path) -> None:

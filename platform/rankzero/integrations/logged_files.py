@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
@@ -20,21 +21,40 @@ from rankzero.run_store.folder import RunFolder
 _RESERVED = ("provenance", "failures")
 
 
-def copy(folder: RunFolder, source: Path, place: str | None) -> ArtifactLogged:
+def copy(
+    folder: RunFolder, source: Path, place: str | None, notice: Callable[[str], None]
+) -> ArtifactLogged:
     """Copy a file or a folder to the artifacts, below the folder `place` there.
 
-    A hard link would show what the program writes later. Raises ValueError, OSError.
+    A hard link would show what the program writes later. `notice` gets how many files of a folder
+    cannot be copied. The folder of the runs is left out. Raises ValueError, OSError.
     """
-    files = {source.name: source}
+    source = source.absolute()  # "." has no name
+    files, lost = {source.name: source}, list[str]()
     if source.is_dir():
+        runs = folder.path.parents[1]
+        outer = [runs] if runs.is_relative_to(source) else []
         found = (path for path in source.rglob("*") if path.is_file())
-        files = {f"{source.name}/{path.relative_to(source)}": path for path in found}
-    size, free = sum(path.stat().st_size for path in files.values()), disk_free(folder)
+        files = {
+            f"{source.name}/{path.relative_to(source)}": path
+            for path in found
+            if not any(map(path.is_relative_to, outer))
+        }
+    # A file of a folder may vanish meanwhile.
+    known = (path for path in files.values() if path.exists() or path == source)
+    size, free = sum(path.stat().st_size for path in known), disk_free(folder)
     if size > free:
         raise ValueError(f"it has {size:,} bytes, and the disk of the runs has {free:,} free")
     for name, path in files.items():
         save = functools.partial(shutil.copyfile, path)
-        write(folder, f"{place}/{name}" if place else name, save)
+        try:
+            write(folder, f"{place}/{name}" if place else name, save)
+        except (OSError, ValueError) as error:
+            if path == source:
+                raise
+            lost.append(str(error))
+    if lost:
+        notice(f"{len(lost)} of {len(files)} files of {source} are not logged, such as: {lost[0]}")
     return ArtifactLogged(time.time(), f"{folder.artifacts.name}/{place or source.name}")
 
 
@@ -44,17 +64,17 @@ def write(folder: RunFolder, name: str, save: Callable[[Path], object]) -> Artif
     Raises ValueError for a name that leads elsewhere, and whatever `save` raises.
     """
     parts = PurePosixPath(name).parts
-    if not parts or parts[0] in ("/", *_RESERVED) or any(part[0] == "." for part in parts):
+    if not parts or parts[0] in ("/", *_RESERVED) or ".." in parts or parts[-1][0] == ".":
         raise ValueError(
-            f"{name!r} cannot be the name of an artifact: it must be relative, no part may begin "
-            f"with a dot, and {' and '.join(_RESERVED)} are RankZero's own"
+            f"{name!r} cannot be the name of an artifact: it must be relative, without '..', must "
+            f"not begin with a dot, and {' and '.join(_RESERVED)} are RankZero's own"
         )
     target = folder.artifacts.joinpath(*parts)
     target.parent.mkdir(parents=True, exist_ok=True)
     if not target.parent.resolve().is_relative_to(folder.artifacts.resolve()):
         raise ValueError(f"{name!r} leads out of the run's folder")
     # The courier ignores names with a dot. The end of the name decides a figure's format.
-    temporary = target.with_name(f".{os.getpid()}-{target.name}")
+    temporary = target.with_name(f".{os.getpid()}-{threading.get_native_id()}-{target.name}")
     try:
         save(temporary)
         temporary.replace(target)

@@ -375,7 +375,8 @@ class TrackedRun:
         """
         path = Path(local_path)
         self._keep_event(
-            str(path), lambda: logged_files.copy(self._log.folder, path, artifact_path)
+            str(path),
+            lambda: logged_files.copy(self._log.folder, path, artifact_path, self._note),
         )
 
     def log_text(self, text: str, artifact_file: str) -> None:
@@ -405,11 +406,14 @@ class TrackedRun:
         if artifact_file is not None:
             self._keep_file(artifact_file, lambda path: logged_files.save_image(image, path))
             return
-        at = self.step if step is None else step
-        self._keep_event(
-            "an image",
-            lambda: logged_files.keep_picture(self._log.folder, key or "image", image, at),
-        )
+
+        def event() -> Event:
+            with self._lock:
+                self._flush()
+                at = self._as_step(step, ())
+            return logged_files.keep_picture(self._log.folder, key or "image", image, at)
+
+        self._keep_event("an image", event)
 
     def _keep_file(self, name: str, save: Callable[[Path], object]) -> None:
         self._keep_event(name, lambda: logged_files.write(self._log.folder, name, save))
@@ -475,8 +479,11 @@ class TrackedRun:
         try:
             action()
         except Exception as error:  # Tracking must not end a training.
-            with self._lock:
-                self._log.notice(f"{consequence}: {type(error).__name__}: {error}")
+            self._note(f"{consequence}: {type(error).__name__}: {error}")
+
+    def _note(self, text: str) -> None:
+        with self._lock:
+            self._log.notice(text)
 
     def _log_all(self, events: Iterable[Event]) -> None:
         for event in events:
