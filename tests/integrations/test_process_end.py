@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rankzero.events import RunEnded
+from rankzero.events import Evaluated, RunEnded, RunStarted
 from rankzero.run_store.journal import read_all
 from support.commands import wait_until
 
@@ -49,6 +49,34 @@ if os.fork() == 0:
 os.wait()
 """
 
+IN_BLOCK = """
+with run:
+    if os.fork() == 0:
+        run.log({"child": 1.0})
+        run.evaluated({"child": 1.0})
+        sys.exit(3)
+    os.wait()
+    run.log({"loss": 2.0})
+"""
+# It logs, and the run writes it, when the main thread has ended.
+THREAD = """
+import threading
+def log():
+    threading.main_thread().join()
+    run.evaluated({"late": 1.0})
+threading.Thread(target=log).start()
+"""
+EARLY = """
+import atexit
+atexit.register(lambda: run.log({"late": 1.0}))
+"""
+REPLACED = """
+import sys
+def leave(code):
+    raise ValueError("replaced")
+sys.exit = leave
+"""
+
 
 def ended(folder: Path, script: str) -> list[RunEnded]:
     (folder / "script.py").write_text(script)
@@ -72,12 +100,20 @@ def ended(folder: Path, script: str) -> list[RunEnded]:
         (BEGIN + FORKED, "FINISHED", "finished", None),
         (BEGIN + "run.finish()", "FINISHED", "finished", None),
         (CHILD, "FAILED", "ValueError: boom", "script.py"),
+        (BEGIN + IN_BLOCK, "FINISHED", "finished", None),
+        (BEGIN + THREAD + "sys.exit(1)", "FAILED", "exited with 1", "SystemExit"),
+        (BEGIN + THREAD + "raise ValueError('boom')", "FAILED", "ValueError: boom", "script.py"),
+        (EARLY + BEGIN, "FINISHED", "finished", None),
+        (REPLACED + BEGIN + "sys.exit(1)", "FAILED", "ValueError: replaced", "script.py"),
     ],
 )
 def test_end_of_the_process_is_the_end_of_the_run(
     tmp_path: Path, script: str, status: str, reason: str, error: str | None
 ) -> None:
     (end,) = ended(tmp_path, script)
+    events = list(read_all(tmp_path / "mlruns/runs/r1/events.jsonl"))
+    assert sum(isinstance(event, RunStarted) for event in events) == 1
+    assert not [e for e in events if isinstance(e, Evaluated) and "child" in e.metrics]
     assert (end.status, end.reason) == (status, reason)
     assert (error or "") in (end.error or "") and (end.error is not None or status != "FAILED")
 
@@ -105,4 +141,5 @@ def test_error_that_ends_the_process_is_that_of_all_its_runs(tmp_path: Path) -> 
 
 def test_second_track_of_a_run_ends_the_first(tmp_path: Path) -> None:
     again = 'again = rankzero.track("mine", name="r1", offline=True)\nagain.log({"loss": 2.0}, 1)'
-    assert [end.status for end in ended(tmp_path, BEGIN + again)] == ["FINISHED"] * 2
+    late = '\nrun.log({"loss": 3.0}, 2)'  # Each value would end the other and begin an attempt.
+    assert [end.status for end in ended(tmp_path, BEGIN + again + late)] == ["FINISHED"] * 2

@@ -438,6 +438,18 @@ def test_run_goes_on_after_its_end_as_a_new_attempt(capsys: pytest.CaptureFixtur
     assert "step 5 of train/loss has a value of an earlier attempt" in capsys.readouterr().out
 
 
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def test_error_without_a_text_ends_the_run_too() -> None:
+    run = unrecorded()
+    run.finish(Unprintable())
+    (end,) = [one for one in journal(run) if isinstance(one, RunEnded)]
+    assert (end.status, end.reason) == ("FAILED", "Unprintable: without a text")
+
+
 def test_run_that_cannot_go_on_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     run = unrecorded()
     run.finish()

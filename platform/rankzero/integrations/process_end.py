@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.util import Finalize
-from typing import Any, NoReturn
+from typing import Any
 
 
 class _Raised:
@@ -17,6 +17,8 @@ class _Raised:
     exit: BaseException | None = None
     exit_time = 0.0
     caught: BaseException | None = None
+    leave: Callable[[Any], object] | None = None
+    """The `sys.exit` before ours: a debugger's or a test's."""
 
 
 def at_exit(
@@ -24,10 +26,12 @@ def at_exit(
 ) -> Finalize:
     """Call `end` with the error that ends this process, or None. `cancel()` prevents it.
 
-    `last_use`: when the run was used last. An exit before that was caught. A ``raise
+    `last_use`: when the main thread used the run last. An exit before that was caught. A ``raise
     SystemExit(1)`` that does not come from `sys.exit` goes unseen.
     """
-    sys.exit = _exit
+    if _Raised.leave is None:
+        _Raised.leave = sys.exit
+        sys.exit = _exit  # type: ignore[assignment]  # a test's may return
     for name in ("exit", "quit"):
         # At a prompt, both print how to leave it.
         if hasattr(builtins, name) and not hasattr(sys, "ps1"):
@@ -40,7 +44,17 @@ def at_exit(
 
 def went_on() -> None:
     """Note that the process has not ended: what was raised so far was caught."""
-    _Raised.exit, _Raised.caught = None, _uncaught()
+    # Another thread goes on while the main thread's exception ends the process.
+    if in_main_thread():
+        _Raised.exit = None
+    # At a prompt, an exception ends no process.
+    if in_main_thread() or hasattr(sys, "ps1"):
+        _Raised.caught = _uncaught()
+
+
+def in_main_thread() -> bool:
+    """Return whether the caller is the thread whose end is that of the process."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def _error(last_use: float) -> BaseException | None:
@@ -49,7 +63,8 @@ def _error(last_use: float) -> BaseException | None:
     left = _Raised.exit if last_use <= _Raised.exit_time else None
     if raised is not None and not isinstance(raised, SystemExit):
         return raised
-    return left or raised or (None if last is _Raised.caught else last)
+    # An exception that ended the process came after an exit that was caught.
+    return (None if last is _Raised.caught else last) or left or raised
 
 
 def _uncaught() -> BaseException | None:
@@ -57,10 +72,11 @@ def _uncaught() -> BaseException | None:
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
 
-def _exit(code: Any = None) -> NoReturn:
+def _exit(code: Any = None) -> None:
     """Do what `sys.exit` does, and remember the code, which Python forgets before the end."""
-    if threading.current_thread() is threading.main_thread():
+    if in_main_thread():
         # An exception whose handler gives up says more, as in a process of torch.multiprocessing.
         handled = sys.exc_info()[1] if code else None
         _Raised.exit, _Raised.exit_time = handled or SystemExit(code), time.time()
-    raise SystemExit(code)
+    assert _Raised.leave is not None
+    _Raised.leave(code)

@@ -17,11 +17,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from multiprocessing.util import is_exiting
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from rankzero import ranks
+from rankzero.errors import UserError
 from rankzero.events import (
     Evaluated,
     Event,
@@ -160,6 +162,7 @@ class TrackedRun:
         self._log = self._open_log()
         self._rows: list[tuple[Any, float, Mapping[str, Any]]] = []
         self._begun = self._flushed = time.monotonic()
+        self._used = 0.0
         self._best: float | None = None
         self._best_step = self._step = 0
         self._newest: dict[str, _Value] = {}
@@ -178,7 +181,7 @@ class TrackedRun:
         _open[self._log.folder.path] = self
         self._at_exit = process_end.at_exit(
             lambda error: self.finish(error or self.unless_ended),
-            lambda: self._rows[-1][1] if self._rows else 0.0,
+            lambda: self._used,
         )
         self._is_open = True
 
@@ -205,12 +208,22 @@ class TrackedRun:
         if self._is_open:
             return True
         try:
+            if is_exiting():  # Nothing would end the new attempt.
+                raise UserError("the process ends")
+            # As of a cell that was run again. The two would end each other at every value.
+            if self._log.folder.path in _open:
+                raise UserError("a later call of track() continues it")
             self._begin()
         except Exception as error:  # tracking must not end a training
-            if "reopen" not in self._told:
-                self._told.add("reopen")
-                print(f"note: what is logged after the end of {self.name} is lost: {error}")
+            text = f"what is logged after the end of {self.name} is lost: {error}"
+            self._tell("reopen", text)
         return self._is_open
+
+    def disown(self) -> None:
+        """Leave the run to the process that this one was forked from."""
+        # Another thread of that process may have held the lock.
+        self._is_open, self._lock = False, threading.RLock()
+        self._log.disown()
 
     @property
     def name(self) -> str | None:
@@ -302,7 +315,10 @@ class TrackedRun:
             if not self.reopen():
                 return
             at = step if step is None else snapshot(step)
-            self._rows.append((at, time.time(), values))
+            moment = time.time()
+            self._rows.append((at, moment, values))
+            if process_end.in_main_thread():
+                self._used = moment
             due = time.monotonic() - self._flushed > FLUSH_SECONDS
             if due or len(self._rows) >= self._flush_rows:
                 self._flush()
@@ -444,8 +460,9 @@ class TrackedRun:
         with self._lock:
             if self._is_open and self._checkpoints is not None:
                 self._log_all(self._checkpoints.finish())
-            notice = self._log.notice if self._is_open else print
-            found = last_checkpoint.load(self._log.folder, notice, in_mlflow=self._in_mlflow)
+            found = last_checkpoint.load(
+                self._log.folder, self._log.notice, in_mlflow=self._in_mlflow
+            )
             if found is None:
                 return None
             state, self._step = found
@@ -603,6 +620,19 @@ class TrackedRun:
                 )
 
 
+def _leave_to_parent() -> None:
+    """End no run of the parent in a forked process, nor write its journal, nor wait for its lock.
+
+    Values that are logged there are lost, with a note, while the parent's run is open.
+    """
+    for run in _open.values():
+        run.disown()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 class _NullTrackedRun(TrackedRun):
     """The run on every other rank than 0: all methods but `latest` do nothing, at no cost."""
 
@@ -654,4 +684,8 @@ def _status(error: BaseException | None) -> tuple[Status, str]:
         return "KILLED", "stopped by Ctrl-C"
     if isinstance(error, SystemExit):
         return "FAILED", f"exited with {error.code}"
-    return "FAILED", f"{type(error).__name__}: {error}"
+    try:
+        text = str(error)
+    except Exception:  # A user's type may raise anything.
+        text = "without a text"
+    return "FAILED", f"{type(error).__name__}: {text}"
