@@ -22,8 +22,9 @@ def test_report_of_a_run_in_steps_suggests_what_trains_further(rankzero: Command
         ("train.epochs=20", "train.epochs=20 changes nothing, because train.steps=6 decides"),
         ("train.steps=6", "r has finished with step 6 (best val"),
         ("lr=0.1", "pass a later end, such as train.steps=12"),
+        ("train.steps=12 train.drop_last=false", "train.drop_last decides the order of the data"),
     ):
-        code, output = rankzero("resume", "r", change, "--offline")
+        code, output = rankzero("resume", "r", *change.split(), "--offline")
         assert code == 2 and says in output, output
     assert last_end(run).status == "FINISHED", "a refused resume leaves the run as it was"
     code, output = rankzero(*suggested[1].split(), "--offline")

@@ -132,8 +132,8 @@ def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
                 "so nothing is left to train: pass a later end, such as "
                 f"{longer(config.rendered(saved))}"
             )
-    # A checkpoint holds the position in the data's order, which these two settings determine.
-    for key in ("train.batch_size", "train.seed"):
+    # A checkpoint holds the position in the data's order, which these settings determine.
+    for key in ("train.batch_size", "train.drop_last", "train.seed"):
         if config.flatten(changed)[key] != config.flatten(saved)[key]:
             raise UserError(f"{key} decides the order of the data: to change it, start a new run")
     return changed
