@@ -8,12 +8,14 @@ import sqlite3
 import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image
 
 from rankzero.mlflow_store.client import MlflowRuns, RunRecord
+from rankzero.mlflow_store.client.artifact_locations import ArtifactLocations
 from rankzero.permanent_errors import NeverAccepted
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking.deliverer import Deliverer
@@ -217,6 +219,15 @@ def test_an_artifact_is_not_written_through_a_link(sqlite: str, mine: Path, tmp_
     with pytest.raises(NeverAccepted, match="by a link"):
         tracker.log_pictures(run.run_id, {"mistakes": picture}, 1, 0)
     assert untouched(mine) and (mine / "study" / "thesis.tex").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["a#1.txt", "why?.txt", "%41.txt"])
+def test_name_that_a_server_would_change_is_refused(name: str, tmp_path: Path) -> None:
+    run = SimpleNamespace(run_id="0" * 32, experiment_id="1", artifact_uri="mlflow-artifacts:/1/x")
+    client: Any = SimpleNamespace(get_run=lambda _: SimpleNamespace(info=run))
+    location = ArtifactLocations(client, "http://127.0.0.1:9").of_run(run.run_id)
+    with pytest.raises(NeverAccepted, match="a server cannot get a name"):
+        location.upload_file(tmp_path / name)
 
 
 @pytest.mark.parametrize("where", ["{}", "file://{}", "file:{}", "."])

@@ -15,6 +15,7 @@ from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel
+from mlflow.store.artifact.http_artifact_repo import HttpArtifactRepository
 
 from rankzero.mlflow_store.client import mlflow_compat
 from rankzero.mlflow_store.client.connection import patience
@@ -22,6 +23,7 @@ from rankzero.mlflow_store.client.records import require_id
 from rankzero.permanent_errors import NeverAccepted
 
 _RUN_ID, _MODEL_ID = re.compile(r"[0-9a-f]{32}"), re.compile(r"m-[0-9a-f]{32}")
+_CHANGED = re.compile("[#?]|%[0-9A-Fa-f]{2}")
 _MODELS, _ARTIFACTS = "models", "artifacts"
 # Schemes for which MLflow asks the server for the place, and takes any answer.
 _RESOLVED_BY_SERVER = ("runs", "models")
@@ -42,7 +44,11 @@ class _ArtifactLocation:
 
     def upload_file(self, path: Path, below: str | None = None) -> None:
         """Upload a file into the folder `below`. Raises NeverAccepted if a link leads elsewhere."""
-        self._refuse_links([f"{below or '.'}/{path.name}"])
+        name = f"{below or '.'}/{path.name}"
+        self._refuse_links([name])
+        # MLflow's client does not quote a name, so the server would keep the file as another one.
+        if isinstance(self._repository, HttpArtifactRepository) and _CHANGED.search(name):
+            raise NeverAccepted("a server cannot get a name with #, ? or % and two hex digits")
         with patience(path):
             self._repository.log_artifact(str(path), below)
 
