@@ -142,6 +142,11 @@ def test_folder_of_the_runs_is_not_copied_into_itself(run: TrackedRun) -> None:
     copied = next(folder_of(run).artifacts.glob("test_*"))
     assert [path.name for path in copied.iterdir()] == ["train.py"]
     run.finish()
+    beside = rankzero.track("mine", folder=".", offline=True)
+    beside.log_artifact(".")
+    copied = next(folder_of(beside).artifacts.glob("test_*"))
+    assert (copied / "train.py").exists() and not (copied / "runs").exists()
+    beside.finish()
 
 
 def test_threads_that_write_one_name_do_not_mix_their_texts(run: TrackedRun) -> None:

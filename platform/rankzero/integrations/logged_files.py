@@ -32,13 +32,12 @@ def copy(
     source = source.absolute()  # "." has no name
     files, lost = {source.name: source}, list[str]()
     if source.is_dir():
-        runs = folder.path.parents[1]
-        outer = [runs] if runs.is_relative_to(source) else []
-        found = (path for path in source.rglob("*") if path.is_file())
+        runs, root = folder.path.parents[:2]
+        own = runs if root == source else root  # A program may lie next to its runs.
         files = {
             f"{source.name}/{path.relative_to(source)}": path
-            for path in found
-            if not any(map(path.is_relative_to, outer))
+            for path in source.rglob("*")
+            if path.is_file() and (source.is_relative_to(own) or not path.is_relative_to(own))
         }
     # A file of a folder may vanish meanwhile.
     known = (path for path in files.values() if path.exists() or path == source)
