@@ -89,9 +89,15 @@ def test_bad_input_is_noted_and_costs_nothing_else(
         (run.log_text, ("x", "/etc/out.txt"), "'/etc/out.txt' cannot be the name"),
         (run.log_text, ("x", ".hidden"), "'.hidden' cannot be the name"),
         (run.log_text, ("x", "provenance/diff.patch"), "'provenance/diff.patch' cannot"),
+        (run.log_text, ("x", "\udcff.txt"), "not logged: UnicodeEncodeError"),
         (run.log_text, (3, "n.txt"), "n.txt is not logged: TypeError"),
         (run.log_figure, (Undrawable(), "f.png"), "f.png is not logged: RuntimeError: no font"),
         (run.log_figure, ("text", "g.png"), "str is no figure"),
+        (
+            run.log_figure,
+            (Figure(), "g"),
+            "g is not logged: ValueError: the name of a figure needs",
+        ),
         (run.log_image, ("text", "i.png"), "str is no tensor, array, PIL image"),
         (run.log_image, (np.zeros(3),), "an image has the shape"),
     ]

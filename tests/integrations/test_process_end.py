@@ -97,6 +97,7 @@ def ended(folder: Path, script: str) -> list[RunEnded]:
         (BEGIN + "raise ValueError('boom')", "FAILED", "ValueError: boom", "script.py"),
         (BEGIN + "os.kill(os.getpid(), signal.SIGINT)", "KILLED", "stopped by Ctrl-C", None),
         (BEGIN + CAUGHT, "FINISHED", "finished", None),
+        (BEGIN + CAUGHT.replace("log(", "set_tags("), "FINISHED", "finished", None),
         (BEGIN + FORKED, "FINISHED", "finished", None),
         (BEGIN + "run.finish()", "FINISHED", "finished", None),
         (CHILD, "FAILED", "ValueError: boom", "script.py"),

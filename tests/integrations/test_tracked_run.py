@@ -463,6 +463,23 @@ def test_run_that_cannot_go_on_says_why(capsys: pytest.CaptureFixture[str]) -> N
     assert printed.count("is logged after the end of r1 is lost") == 1 and "directory" in printed
 
 
+def test_run_that_cannot_go_on_is_not_tried_at_each_value() -> None:
+    first, tries = unrecorded(), list[int]()
+    first.finish()
+
+    def open_log() -> RunLog:
+        tries.append(1)
+        if len(tries) > 1:
+            raise OSError("full")
+        return RunLog(RunFolder(first.folder or Path()), None, 2, NoRecorder())
+
+    run = TrackedRun(open_log, Goal())
+    run.finish()
+    for step in range(100):
+        run.log({"loss": 1.0}, step)
+    assert len(tries) == 2
+
+
 def test_metric_has_one_value_at_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     with unrecorded(Goal("val/loss")) as run:
         run.log({"val/loss": 0.5}, step=1)

@@ -62,6 +62,7 @@ def write(folder: RunFolder, name: str, save: Callable[[Path], object]) -> Artif
 
     Raises ValueError for a name that leads elsewhere, and whatever `save` raises.
     """
+    name.encode()  # A server gets no other names, and would be asked for ever.
     parts = PurePosixPath(name).parts
     if not parts or parts[0] in ("/", *_RESERVED) or ".." in parts or parts[-1][0] == ".":
         raise ValueError(
@@ -93,6 +94,8 @@ def save_dict(values: Mapping[str, Any], path: Path) -> None:
 
 def save_figure(figure: Any, path: Path) -> None:
     """Draw a figure of matplotlib or plotly. Raises ValueError for anything else."""
+    if not path.suffix:  # matplotlib would write another file
+        raise ValueError("the name of a figure needs an ending, such as .png")
     if hasattr(figure, "savefig"):
         figure.savefig(path)
     elif hasattr(figure, "write_html"):

@@ -52,6 +52,8 @@ FLUSH_SECONDS = 2.0
 FLUSH_ROWS = 500
 # The import of mlflow on a busy machine, and MLflow's answer.
 _ID_SECONDS = 20.0
+# Each try costs a millisecond, or a process. A loop that logs must not wait for one each time.
+_REOPEN_SECONDS = 10.0
 
 
 class _Value(NamedTuple):
@@ -153,6 +155,7 @@ class TrackedRun:
         self._goal, self._keep, self._params = goal, keep, dict(params or {})
         self._flush_rows = flush_rows
         self._told: set[str] = set()
+        self._refused_until = 0.0
         # A handler of a signal may log while its thread logs.
         self._lock = threading.RLock()
         self._begin()
@@ -207,6 +210,8 @@ class TrackedRun:
         """
         if self._is_open:
             return True
+        if time.monotonic() < self._refused_until:
+            return False
         try:
             if is_exiting():  # Nothing would end the new attempt.
                 raise UserError("the process ends")
@@ -217,6 +222,7 @@ class TrackedRun:
         except Exception as error:  # tracking must not end a training
             text = f"what is logged after the end of {self.name} is lost: {error}"
             self._tell("reopen", text)
+            self._refused_until = time.monotonic() + _REOPEN_SECONDS
         return self._is_open
 
     def disown(self) -> None:
@@ -446,6 +452,7 @@ class TrackedRun:
         with self._lock:
             is_open = self.reopen()
         if is_open:
+            process_end.went_on()
             self._guarded(f"{what} is not logged", keep)
 
     def latest(self) -> dict[str, Any] | None:
