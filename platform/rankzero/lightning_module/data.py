@@ -46,7 +46,7 @@ def from_hooks(source: Any) -> LoadedData:
         source.prepare_data()
     source.setup("fit")
     train, val = _loader(source, "train_dataloader"), None
-    if not type(source).val_dataloader.__module__.startswith(_LIGHTNING):
+    if not source.val_dataloader.__module__.startswith(_LIGHTNING):
         val = _loader(source, "val_dataloader").dataset
     return LoadedData(train.dataset, val, train.collate_fn)
 
