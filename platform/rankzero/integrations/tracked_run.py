@@ -10,6 +10,7 @@ until `checkpoint` is called.
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import sys
@@ -101,9 +102,7 @@ def track(
     if not mine.first:
         return _NullTrackedRun()
     # A wrong config must fail before anything is on the disk.
-    params = params_of(config)
-    if goal is not None:
-        params |= {f"goal.{key}": value for key, value in params_of(goal).items()}
+    params = {**params_of(config), **_goal_params(goal)}
     root = root_of(folder).absolute()
     uri = uris.resolve_tracking_uri(tracking_uri, os.environ, root)
     offline = is_offline(offline)
@@ -117,19 +116,23 @@ def track(
         uris.artifact_root(uri),
         project_dir=str(Path.cwd()),
     )
-    runs = root / "runs"
-
-    def open_log() -> RunLog:
-        folder = RunFolder.open_or_create(runs, identity)
-        # As in a notebook, where a cell is run again. Two objects would write one journal.
-        if folder.path in _open:
-            _open[folder.path].finish()
-        take_over(folder)
-        return RunLog.open(runs, identity, mine, gpu_uuids=None, offline=offline)
-
+    opened = functools.partial(_open_log, root / "runs", identity, mine, offline=offline)
     settings = settings_without_secrets(params)
     named = name is not None
-    return TrackedRun(open_log, goal or Goal(), keep, settings, offline=offline, named=named)
+    return TrackedRun(opened, goal or Goal(), keep, settings, offline=offline, named=named)
+
+
+def _goal_params(goal: Goal | None) -> dict[str, str]:
+    return {} if goal is None else {f"goal.{k}": value for k, value in params_of(goal).items()}
+
+
+def _open_log(runs: Path, identity: Identity, mine: ranks.Ranks, *, offline: bool) -> RunLog:
+    folder = RunFolder.open_or_create(runs, identity)
+    # As in a notebook, where a cell is run again. Two objects would write one journal.
+    if folder.path in _open:
+        _open[folder.path].finish()
+    take_over(folder)
+    return RunLog.open(runs, identity, mine, gpu_uuids=None, offline=offline)
 
 
 class TrackedRun:
