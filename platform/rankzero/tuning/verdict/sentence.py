@@ -41,13 +41,7 @@ def sentence(
             f"No configuration reached {_quality(goal, target)}: trial {trial} came closest with "
             f"{_quality(goal, quality)}. {took}. Train longer, or lower the target."
         )
-    confirmed = "No other came close enough to be worth confirming."
-    if len(winner.runs) > 1:
-        confirmed = f"Confirmed on {len(winner.runs)} new seeds."
-    if disturbed:
-        confirmed += (
-            f" Trained again, because the machine's speed changed: {disturbed} of the rounds."
-        )
+    confirmed = _confirmed(winner, disturbed)
     own = _performance(verdict.objective, reference, goal, target)
     if not verdict.beaten:
         noise = f" beyond the noise of {verdict.noise:.0%}" if math.isfinite(verdict.noise) else ""
@@ -60,13 +54,21 @@ def sentence(
         saved = statistics.median(reference.values) - statistics.median(winner.values)
         if saved > 0:
             took += f" and pays for itself after {math.ceil(search_seconds / saved):,} runs"
-    at_edge = (
-        f" At the edge of its range: {', '.join(edges)}. Search again from there." if edges else ""
-    )
+    if edges:
+        confirmed = f"At the edge of its range: {', '.join(edges)}. Search from there. {confirmed}"
     return (
         f"Your configuration {own}. The sweet spot {found}: {settings_text(winner.settings)}"
-        f"{_gains(verdict)}.{at_edge} {confirmed} {took}."
+        f"{_gains(verdict)}. {confirmed} {took}."
     )
+
+
+def _confirmed(winner: Candidate, disturbed: int) -> str:
+    if len(winner.runs) <= 1:
+        return "No other came close enough to be worth confirming."
+    text = f"Confirmed on {len(winner.runs)} new seeds."
+    if disturbed:
+        text += f" Trained again, because the machine's speed changed: {disturbed} of the rounds."
+    return text
 
 
 def _gains(verdict: Verdict) -> str:
