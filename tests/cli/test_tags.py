@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rankzero.cli import main, options
+from rankzero.cli.commands.search import study_identity
 from rankzero.cli.commands.train import experiment_of
 from rankzero.errors import UserError
 from rankzero.events import RunStarted
@@ -104,3 +105,19 @@ def test_a_name_of_mlflow_is_understood_where_a_run_is_continued_or_copied(
         assert experiment_of(main.parse([*words, name])).lr == 0.5  # type: ignore[attr-defined]
     with pytest.raises(UserError, match="--from nobody is not a file, nor in"):
         experiment_of(main.parse([*words, "nobody"]))
+
+
+def test_a_study_does_not_go_on_in_a_run_of_another_kind(tmp_path: Path) -> None:
+    for name, command in (("a", "train x.py"), ("b", "search x.py"), ("c", "probe x.py")):
+        folder = make_folder(tmp_path, name=name)
+        append(folder, RunStarted(1.8e9, {}, {"rankzero.command": f"/bin/rankzero {command}"}, 1))
+    append(make_folder(tmp_path, name="d"), RunStarted(1.8e9, {}, {"rankzero.own_loop": "true"}, 1))
+
+    def named(verb: str, name: str) -> str:
+        words = [verb, str(TINY), "--offline", "--dir", str(tmp_path), "--name", name]
+        return study_identity(main.parse(words), tiny(), 1, verb).name
+
+    assert named("search", "b") == "b" and named("probe", "c") == "c" and named("probe", "e") == "e"
+    for verb, name in ("search", "a"), ("probe", "b"), ("search", "c"), ("search", "d"):
+        with pytest.raises(UserError, match=f"run '{name}' already, which is no {verb}"):
+            named(verb, name)

@@ -19,10 +19,13 @@ from rankzero.cli.display.live import program
 from rankzero.cli.display.terminal import print_line
 from rankzero.cli.launch_run import libraries_of
 from rankzero.errors import UserError
+from rankzero.events import RunStarted
 from rankzero.experiment import Experiment
 from rankzero.mlflow_store import uris
-from rankzero.run_store import names
-from rankzero.run_store.folder import Identity
+from rankzero.reporting import reproduce
+from rankzero.run_store import names, provenance
+from rankzero.run_store.folder import Identity, RunFolder
+from rankzero.run_store.journal import read_all
 from rankzero.telemetry.host import usable_cores
 from rankzero.tuning import knobs
 from rankzero.tuning.objective import NAMES
@@ -151,9 +154,26 @@ def study_identity(
         digest = hashlib.sha256(what.encode()).hexdigest()[:6]
         base = f"{names.made_plain(path.stem)}-{verb}-{digest}"
     names.checked_run(base)
-    return options.identity_for(
+    identity = options.identity_for(
         arguments, _newest_study(arguments.dir / "runs", base, arguments.new)
     )
+    _refuse_other(RunFolder(arguments.dir / "runs" / identity.name), verb)
+    return identity
+
+
+def _refuse_other(folder: RunFolder, verb: str) -> None:
+    """Raise UserError if the folder has a run of another verb, or of the user's own loop."""
+    events = read_all(folder.events) if folder.events.exists() else ()
+    started = next((one for one in events if isinstance(one, RunStarted)), None)
+    if started is None:
+        return
+    words = reproduce.words(started.environment.get("rankzero.command", ""))
+    is_other = words[:1] == ["rankzero"] and words[1:2] != [verb]
+    if is_other or provenance.OWN_LOOP in started.environment:
+        raise UserError(
+            f"there is a run {folder.path.name!r} already, which is no {verb}: choose another "
+            "--name"
+        )
 
 
 def _search(
