@@ -84,8 +84,7 @@ def track(
 
     A ``with`` block ends it, or `TrackedRun.finish`, or the end of the process.
 
-    `config`: a mapping, a dataclass, an `argparse.Namespace`, or any object with attributes; it
-    becomes the run's params.
+    `config`: the run's params: a mapping, dataclass, `argparse.Namespace`, or any such object.
     `name`: the run's name; an existing run is continued.
     `keep`: the best checkpoints that are kept, in addition to the last.
     `folder`: that of the embedded store and of the runs (default: $RANKZERO_DIR or ./mlruns).

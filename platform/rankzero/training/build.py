@@ -41,8 +41,7 @@ def build(
     order = _batch_order(experiment, world, train_set, val_sets)
     # The model stays on the CPU: a strategy moves the part of it that this rank needs.
     model = experiment.model()
-    # Training within model(), such as a pretraining, leaves gradients. They would enter the first
-    # step, and the first step after each resume.
+    # A pretraining within model() leaves gradients, for the first step and that of each resume.
     model.zero_grad()
     make_loader = _loader_factory(experiment, world)
     train_loader = make_loader(train_set)
@@ -52,12 +51,12 @@ def build(
     # After the model, so that its weights do not depend on the helpers.
     start = Progress(0, total, 0, True, frozen.helpers(experiment, world.device))
     meter = work_meter.of(experiment, model, world, start)
-    strategy = strategies.build(
-        experiment, model, world, measure_at(experiment.measure, start), example_batch
-    )
+    measure = measure_at(experiment.measure, start)
+    strategy = strategies.build(experiment, model, world, measure, example_batch)
     # From here on, ranks with other samples draw other numbers, for dropout.
     rng.seed_all(train.seed, 1 + strategy.shard.rank)
     parts = FrozenParts(experiment, model)
+    schedule_asks = takes_progress(experiment.schedule, "schedule(self, step, total_steps)")
     job = TrainingContext(
         experiment,
         world,
@@ -73,9 +72,7 @@ def build(
         work_meter=meter,
         helpers=start.helpers,
         takes_progress=takes_progress(experiment.measure),
-        schedule_takes_progress=takes_progress(
-            experiment.schedule, "schedule(self, step, total_steps)"
-        ),
+        schedule_takes_progress=schedule_asks,
         model_tags=parameter_counts.tags(model),
     )
     state = _initial_state(strategy, train.ema)
