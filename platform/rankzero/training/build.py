@@ -28,6 +28,9 @@ from rankzero.training.strategies.base import Strategy
 from rankzero.training_position import Progress, measure_at, takes_progress
 
 
+_SCHEDULE = "schedule(self, step, total_steps)"
+
+
 def build(
     experiment: Experiment, world: World, data: tuple[Any, Mapping[str, Any]] | None = None
 ) -> tuple[TrainingContext, State]:
@@ -39,24 +42,23 @@ def build(
     amp = _set_up_process(experiment, world)
     train_set, val_sets = data or sets.load(experiment)
     order = _batch_order(experiment, world, train_set, val_sets)
-    # The model stays on the CPU: a strategy moves the part of it that this rank needs.
+    # It stays on the CPU: a strategy moves the part of it that this rank needs.
     model = experiment.model()
     # A pretraining within model() leaves gradients, for the first step and that of each resume.
     model.zero_grad()
     make_loader = _loader_factory(experiment, world)
     train_loader = make_loader(train_set)
-
     example_batch = functools.partial(_example_batch, train_loader, order)
     total = train.steps or (train.epochs or 0) * order.steps_per_epoch
     # After the model, so that its weights do not depend on the helpers.
     start = Progress(0, total, 0, True, frozen.helpers(experiment, world.device))
     meter = work_meter.of(experiment, model, world, start)
-    measure = measure_at(experiment.measure, start)
-    strategy = strategies.build(experiment, model, world, measure, example_batch)
+    strategy = strategies.build(
+        experiment, model, world, measure_at(experiment.measure, start), example_batch
+    )
     # From here on, ranks with other samples draw other numbers, for dropout.
     rng.seed_all(train.seed, 1 + strategy.shard.rank)
     parts = FrozenParts(experiment, model)
-    schedule_asks = takes_progress(experiment.schedule, "schedule(self, step, total_steps)")
     job = TrainingContext(
         experiment,
         world,
@@ -72,7 +74,7 @@ def build(
         work_meter=meter,
         helpers=start.helpers,
         takes_progress=takes_progress(experiment.measure),
-        schedule_takes_progress=schedule_asks,
+        schedule_takes_progress=takes_progress(experiment.schedule, _SCHEDULE),
         model_tags=parameter_counts.tags(model),
     )
     state = _initial_state(strategy, train.ema)
