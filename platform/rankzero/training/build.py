@@ -27,7 +27,6 @@ from rankzero.training.optimization.optimizers import as_values, options
 from rankzero.training.strategies.base import Strategy
 from rankzero.training_position import Progress, measure_at, takes_progress
 
-
 _SCHEDULE = "schedule(self, step, total_steps)"
 
 
