@@ -123,8 +123,11 @@ def end_of(events: list[Event]) -> RunEnded:
 def assert_one_whole_run(script: Path) -> None:
     events = list(read_all(the_only_run(script).events))
     logged = [event for event in events if isinstance(event, StepsLogged)]
-    assert {event.steps[0]: event.metrics["train/loss"][0] for event in logged} == VALUES
-    assert len(logged) == len(VALUES), "each step once"
+    pairs = [
+        pair for one in logged for pair in zip(one.steps, one.metrics["train/loss"], strict=True)
+    ]
+    assert dict(pairs) == VALUES
+    assert len(pairs) == len(VALUES), "each step once"
     assert end_of(events).status == "FINISHED"
 
 

@@ -131,7 +131,10 @@ def unpacked(folder: Path) -> Iterator[OldStore]:
 def unpack(folder: Path) -> None:
     """Unpack the archive, and replace the old folder by `folder` in all paths that commands use."""
     with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
+        # Debian's Python 3.11.2 has no filters. The archive is our own.
+        archive.extractall(
+            folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {})
+        )
     old = json.loads((folder / "expected.json").read_text())["base"]
     # As a user would after the error that names the new settings. RankZero itself wrote the rest.
     experiment = folder / "exact.py"

@@ -214,7 +214,9 @@ def test_a_step_after_a_repeated_evaluation_is_compiled_for_one_batch_size(
             compiled.append(any(isinstance(one, torch.SymInt) for one in inputs))
         return module
 
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: plain(module, backend=note))
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda module, **options: plain(module, **options, backend=note)
+    )
     train(slow_to_evaluate(train__compile=True), tmp_path, stop_at=5)
     torch.compiler.reset()
     train(slow_to_evaluate(train__compile=True, evaluation_seconds=0.0), tmp_path)
