@@ -45,10 +45,11 @@ def _within(angle: float, freedom: int) -> float:
 
 def half_width(values: Sequence[float]) -> float | None:
     """Return half the 95 % interval of the mean, or None with fewer than two values."""
-    count = len(values)
-    if count < 2:
-        return None
-    return student_t(count - 1) * statistics.stdev(values) / math.sqrt(count)
+    return _half_width(len(values), statistics.stdev(values)) if len(values) > 1 else None
+
+
+def _half_width(count: int, deviation: float) -> float:
+    return student_t(count - 1) * deviation / math.sqrt(count)
 
 
 @dataclasses.dataclass
@@ -70,8 +71,7 @@ class RunningMean:
         """Return half the 95 % interval of the mean, or None with fewer than two values."""
         if self.count < 2:
             return None
-        deviation = math.sqrt(self._squares / (self.count - 1))
-        return student_t(self.count - 1) * deviation / math.sqrt(self.count)
+        return _half_width(self.count, math.sqrt(self._squares / (self.count - 1)))
 
 
 def pooled_deviation(groups: Sequence[Sequence[float]]) -> tuple[float, int]:

@@ -136,9 +136,7 @@ class CourierSupervisor:
             self._progress = (since, time_now)
         before, elapsed = self._progress[1], now - since
         limit = self._starving_seconds[self._finished is not None]
-        if elapsed < min(limit, self._crowded_seconds):
-            return False
-        if elapsed < limit and not self._is_crowded():
+        if elapsed < limit and (elapsed < self._crowded_seconds or not self._is_crowded()):
             return False
         if before is None or time_now is None:
             return self._wrote_at <= self._started

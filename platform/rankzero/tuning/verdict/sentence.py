@@ -67,7 +67,8 @@ def _confirmed(winner: Candidate, disturbed: int) -> str:
         return "No other came close enough to be worth confirming."
     text = f"Confirmed on {len(winner.runs)} new seeds."
     if disturbed:
-        text += f" Trained again, because the machine's speed changed: {disturbed} of the rounds."
+        rounds = "1 round" if disturbed == 1 else f"{disturbed} rounds"
+        text += f" The search trained {rounds} again, because the machine's speed changed."
     return text
 
 
