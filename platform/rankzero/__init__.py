@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rankzero.experiment import Experiment as Experiment
     from rankzero.experiment import Goal as Goal
     from rankzero.experiment import Train as Train
-    from rankzero.integrations.tracked_run import track as track
+    from rankzero.integrations.own_loop.track import track as track
     from rankzero.ratio import Ratio as Ratio
     from rankzero.search_ranges import Choice as Choice
     from rankzero.search_ranges import Integer as Integer
@@ -42,7 +42,7 @@ _HOMES = {
     "rankzero.training_position": ("Progress",),
     "rankzero.ratio": ("Ratio",),
     "rankzero.search_ranges": ("Choice", "Integer", "LogUniform", "Uniform"),
-    "rankzero.integrations.tracked_run": ("track",),
+    "rankzero.integrations.own_loop.track": ("track",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [  # noqa: PLE0604 - The names stay in one place.

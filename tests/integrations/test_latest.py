@@ -16,7 +16,7 @@ import rankzero
 from rankzero import UserError
 from rankzero.cli.display import diagnosis
 from rankzero.events import Noticed
-from rankzero.integrations.tracked_run import TrackedRun
+from rankzero.integrations.own_loop.tracked_run import TrackedRun
 from rankzero.reporting import run_report
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 
 import rankzero
 from rankzero.events import ArtifactLogged
-from rankzero.integrations import logged_files
-from rankzero.integrations.tracked_run import TrackedRun
+from rankzero.integrations.own_loop import logged_files
+from rankzero.integrations.own_loop.tracked_run import TrackedRun
 from rankzero.run_store import delivery_state
 from rankzero.run_store.folder import RunFolder
 from support.memory_store import MemoryStore, delivered

@@ -33,9 +33,9 @@ from rankzero.events import (
     StepsLogged,
     TagsSet,
 )
-from rankzero.integrations import values
-from rankzero.integrations.params import params_of
-from rankzero.integrations.tracked_run import TrackedRun
+from rankzero.integrations.own_loop import values
+from rankzero.integrations.own_loop.params import params_of
+from rankzero.integrations.own_loop.tracked_run import TrackedRun
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import Identity, RunFolder
@@ -247,7 +247,7 @@ def test_written_checkpoint_is_logged_before_the_next_one() -> None:
     with unrecorded(flush_rows=1) as run:
         assert run.folder is not None
         run.checkpoint({"x": torch.zeros(1)}, step=1)
-        run._checkpoints._pending.result()
+        run._attempt.checkpoints._pending.result()
         run.log({"loss": 1.0}, step=2)
         assert any(
             isinstance(event, CheckpointSaved) for event in read_all(run.folder / "events.jsonl")

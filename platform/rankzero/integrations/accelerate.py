@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rankzero.integrations.deferred_run import DeferredRun
-from rankzero.integrations.tracked_run import TrackedRun
+from rankzero.integrations.own_loop.tracked_run import TrackedRun
 
 try:
     from accelerate.tracking import GeneralTracker

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rankzero.integrations.tracked_run import TrackedRun, track
+from rankzero.integrations.own_loop.track import track
+from rankzero.integrations.own_loop.tracked_run import TrackedRun
 
 
 class DeferredRun:

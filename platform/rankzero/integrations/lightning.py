@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rankzero.integrations.deferred_run import DeferredRun
-from rankzero.integrations.params import params_of
-from rankzero.integrations.tracked_run import TrackedRun
+from rankzero.integrations.own_loop.params import params_of
+from rankzero.integrations.own_loop.tracked_run import TrackedRun
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from multiprocessing.util import Finalize
 from typing import Any
 
+from rankzero.events import Status
+
 
 class _Raised:
     """The latest exceptions, as far as Python does not keep them until the end."""
@@ -55,6 +57,21 @@ def went_on() -> None:
 def in_main_thread() -> bool:
     """Return whether the caller is the thread whose end is that of the process."""
     return threading.current_thread() is threading.main_thread()
+
+
+def status_of(error: BaseException | None) -> tuple[Status, str]:
+    """Return the status and the reason of a run that ends with this error."""
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return "FINISHED", "finished"
+    if isinstance(error, KeyboardInterrupt):
+        return "KILLED", "stopped by Ctrl-C"
+    if isinstance(error, SystemExit):
+        return "FAILED", f"exited with {error.code}"
+    try:
+        text = str(error)
+    except Exception:  # A user's type may raise anything.
+        text = "without a text"
+    return "FAILED", f"{type(error).__name__}: {text}"
 
 
 def _error(last_use: float) -> BaseException | None:

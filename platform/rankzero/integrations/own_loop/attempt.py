@@ -1,0 +1,168 @@
+"""One attempt of a run: the values that wait, the checkpoints, and the end. For one thread."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from rankzero.events import Event, RunEnded, RunStarted
+from rankzero.experiment import Goal
+from rankzero.integrations.own_loop import process_end
+from rankzero.integrations.own_loop.metric_history import MetricHistory, Row
+from rankzero.integrations.own_loop.values import to_float, to_floats
+from rankzero.run_store import provenance
+from rankzero.run_store.journal import read_all
+from rankzero.tracking.run_log import RunLog
+
+# Values wait on their device until then. A reader sees a new step after two seconds at most.
+FLUSH_SECONDS = 2.0
+FLUSH_ROWS = 500
+
+
+class Attempt:
+    """An attempt that is open until `end`. Its caller holds the run's lock.
+
+    `tell`: gets what is odd, with a key under which it is said once.
+    """
+
+    def __init__(
+        self,
+        log: RunLog,
+        goal: Goal,
+        keep: int,
+        flush_rows: int,
+        tell: Callable[[str, str], None],
+    ) -> None:
+        self.log, self._goal, self._keep = log, goal, keep
+        self._flush_rows, self._tell = flush_rows, tell
+        self._rows: list[Row] = []
+        self.begun = self._flushed = time.monotonic()
+        self.used = 0.0
+        """When the main thread logged values last."""
+        self.history = MetricHistory(goal, log.attempt, tell)
+        self.history.recall(read_all(log.folder.events))
+        self.checkpoints: Any = None
+
+    def start(self, params: Mapping[str, str]) -> None:
+        """Log the start of the attempt."""
+        environment = provenance.record(self.log.folder.artifacts, sys.argv)
+        environment[provenance.OWN_LOOP] = "true"
+        self.log(RunStarted(time.time(), params, environment, self.log.attempt))
+
+    def add(self, step: Any, values: Mapping[str, Any]) -> None:
+        """Keep the values until the next flush, which is due now and then."""
+        moment = time.time()
+        self._rows.append((step, moment, values))
+        if process_end.in_main_thread():
+            self.used = moment
+        due = time.monotonic() - self._flushed > FLUSH_SECONDS
+        if due or len(self._rows) >= self._flush_rows:
+            self.flush()
+
+    def flush(self) -> None:
+        """Log the values that wait."""
+        process_end.went_on()
+        self._flush()
+
+    def evaluated(
+        self, metrics: Mapping[str, Any], step: Any
+    ) -> tuple[int, dict[str, float], bool]:
+        """Log validation metrics. Return their step, the metrics as logged, and if it is best."""
+        self.flush()
+        at = self.history.step_of(step)
+        floats = {str(name): to_float(value) for name, value in metrics.items()}
+        event, measured, better = self.history.evaluation(floats, at)
+        if event is not None:
+            self.log(event)
+        return at, measured, better
+
+    def save(
+        self, state_dict: Mapping[str, Any], at: int, measured: Mapping[str, float], better: bool
+    ) -> None:
+        """Copy a state, for a checkpoint."""
+        self.log_all(self._writer().save(state_dict, at, measured, better))
+
+    def finish_checkpoints(self) -> None:
+        """Return once the checkpoints so far are written."""
+        if self.checkpoints is not None:
+            self.log_all(self.checkpoints.finish())
+
+    def end(self, error: BaseException | None) -> None:
+        """Log the last values and the end, and close the journal."""
+        log = self.log
+        # The end must reach the journal, even if a failed GPU cannot give the last values.
+        guarded("the values logged last are lost", self._flush, log.notice)
+        status, reason = process_end.status_of(error)
+        is_finished = status == "FINISHED"
+        guarded(
+            "the last checkpoint is not kept",
+            lambda: self._close_checkpoints(finished=is_finished),
+            log.notice,
+        )
+        if is_finished and self.checkpoints and self.checkpoints.failure:
+            status, reason = "FAILED", f"{reason}; {self.checkpoints.failure}"
+        text = None
+        if error is not None and status != "FINISHED":
+            text = "".join(traceback.format_exception(error))
+        best = {} if self.history.best is None else {"best": self.history.best}
+        log(RunEnded(time.time(), status, reason, text, {**self.history.last, **best}))
+        log.close(finished=status == "FINISHED")
+
+    def log_all(self, events: Iterable[Event]) -> None:
+        """Log events as they come."""
+        for event in events:
+            self.log(event)
+
+    def _flush(self) -> None:
+        rows, self._rows, self._flushed = self._rows, [], time.monotonic()
+        if self.checkpoints is not None:
+            self.log_all(self.checkpoints.poll())
+        self._warn_of_odd_values(rows)
+        # All rows are read together: each read of a GPU waits until the GPU has caught up.
+        values = [value for _, _, metrics in rows for value in metrics.values()]
+        self.log_all(self.history.columns(rows, to_floats(values, self.log.notice)))
+        self.log.flush()
+
+    def _warn_of_odd_values(self, rows: Iterable[Row]) -> None:
+        for name, value in (item for _, _, metrics in rows for item in metrics.items()):
+            # `snapshot` replaces a value that cannot be logged by a text that describes it.
+            if isinstance(value, str):
+                self._tell(
+                    f"{name} odd",
+                    f"{name} is not a number but {value!r}: it is logged as NaN; log its mean, for "
+                    "instance",
+                )
+
+    def _writer(self) -> Any:
+        # Imports torch, which a program without checkpoints may not even have.
+        from rankzero.training.checkpoints.writer import Checkpoints, unlogged
+
+        if self.checkpoints is None:
+            folder = self.log.folder
+            self.checkpoints = Checkpoints(
+                folder.path,
+                self._keep,
+                self._goal,
+                notice=self.log.notice,
+                flush_journal=self.log.flush,
+                sync_journal=self.log.sync,
+            )
+            events = read_all(folder.events)
+            self.log_all(unlogged(folder.path, events, self._keep, self._goal))
+        return self.checkpoints
+
+    def _close_checkpoints(self, *, finished: bool) -> None:
+        if self.checkpoints is not None:
+            patience_seconds = self.log.patience_seconds(finished=finished)
+            self.log_all(self.checkpoints.close(patience_seconds))
+
+
+def guarded(consequence: str, action: Callable[[], None], notice: Callable[[str], None]) -> None:
+    """Run the action. If it fails, as with a failed GPU, `notice` gets the consequence."""
+    try:
+        action()
+    except Exception as error:  # Tracking must not end a training.
+        notice(f"{consequence}: {type(error).__name__}: {error}")

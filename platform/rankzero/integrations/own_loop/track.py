@@ -1,0 +1,109 @@
+"""`rankzero.track`: the same tracking for a training loop of your own, or another framework's.
+
+    with rankzero.track("my-experiment", config) as run:  # on every rank; only rank 0 writes
+        run.log({"loss": loss}, step=i)  # a tensor stays on its device
+        run.checkpoint(state_dict, step=i, metrics={"val/loss": v})
+
+Without ``with``, `TrackedRun.finish` ends the run, or the end of the process does. Imports no torch
+until `checkpoint` is called.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+import sys
+from pathlib import Path
+
+from rankzero import ranks
+from rankzero.experiment import Goal
+from rankzero.integrations.own_loop.null_run import NullTrackedRun
+from rankzero.integrations.own_loop.open_runs import OPEN
+from rankzero.integrations.own_loop.params import params_of
+from rankzero.integrations.own_loop.tracked_run import TrackedRun
+from rankzero.mlflow_store import uris
+from rankzero.redaction.text import settings_without_secrets
+from rankzero.run_store.attempt import take_over
+from rankzero.run_store.folder import Identity, RunFolder, new_name
+from rankzero.run_store.location import is_offline, root_of
+from rankzero.tracking.run_log import RunLog
+
+
+def track(
+    experiment: str,
+    config: object = None,
+    *,
+    name: str | None = None,
+    goal: Goal | None = None,
+    keep: int = 1,
+    tracking_uri: str | None = None,
+    folder: str | Path | None = None,
+    offline: bool | None = None,
+) -> TrackedRun:
+    """Begin a run. Call it on every rank; only rank 0 writes.
+
+    A ``with`` block ends it, or `TrackedRun.finish`, or the end of the process.
+
+    `config`: the run's params: a mapping, dataclass, `argparse.Namespace`, or any such object.
+    `name`: the run's name; an existing run is continued.
+    `keep`: the best checkpoints that are kept, in addition to the last.
+    `folder`: that of the embedded store and of the runs (default: $RANKZERO_DIR or ./mlruns).
+    `offline`: only record; ``rankzero sync NAME`` delivers later (default: $RANKZERO_OFFLINE).
+
+    An initialised process group of torch.distributed determines the rank, otherwise the launcher's
+    environment variables do. So under ``torch.multiprocessing.spawn``, initialise the group first.
+    Other launchers must set RANK and WORLD_SIZE.
+
+    Raises ConfigError, TrackingError if the store cannot be used, and UserError if another process
+    writes that run. The methods of the run never raise, except `TrackedRun.latest`.
+    """
+    mine = _detected_ranks()
+    if not mine.first:
+        return NullTrackedRun()
+    # A wrong config must fail before anything is on the disk.
+    params = {**params_of(config), **_goal_params(goal)}
+    root = root_of(folder).absolute()
+    uri = uris.resolve_tracking_uri(tracking_uri, os.environ, root)
+    offline = is_offline(offline)
+    if not offline:
+        uris.prepare_store(uri)
+    identity = Identity(
+        name or new_name(experiment.replace("/", "-").replace(" ", "-")),
+        secrets.token_hex(16),
+        experiment,
+        uri,
+        uris.artifact_root(uri),
+        project_dir=str(Path.cwd()),
+    )
+    opened = functools.partial(_open_log, root / "runs", identity, mine, offline=offline)
+    settings = settings_without_secrets(params)
+    named = name is not None
+    return TrackedRun(opened, goal or Goal(), keep, settings, offline=offline, named=named)
+
+
+def _goal_params(goal: Goal | None) -> dict[str, str]:
+    return {} if goal is None else {f"goal.{k}": value for k, value in params_of(goal).items()}
+
+
+def _open_log(runs: Path, identity: Identity, mine: ranks.Ranks, *, offline: bool) -> RunLog:
+    folder = RunFolder.open_or_create(runs, identity)
+    # As in a notebook, where a cell is run again. Two objects would write one journal.
+    if folder.path in OPEN:
+        OPEN[folder.path].finish()
+    take_over(folder)
+    return RunLog.open(runs, identity, mine, gpu_uuids=None, offline=offline)
+
+
+def _detected_ranks() -> ranks.Ranks:
+    launched = ranks.detect()
+    # A program that has not imported torch has no process group. Importing it here costs seconds.
+    if "torch.distributed" not in sys.modules:
+        return launched
+    from rankzero.training.distributed.world import process_group_ranks
+
+    group = process_group_ranks()
+    if group is None or (group.rank, group.world_size) == (launched.rank, launched.world_size):
+        return launched  # The launcher's variables also know the node.
+    # A process that spawns its ranks itself is one task to its launcher, so the group knows better.
+    return group

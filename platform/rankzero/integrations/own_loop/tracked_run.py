@@ -1,0 +1,332 @@
+"""A run of a program's own loop: what the program may call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.util import is_exiting
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rankzero.errors import UserError
+from rankzero.events import Event, ParamsLogged, TagsSet
+from rankzero.experiment import Goal
+from rankzero.integrations.own_loop import logged_files, process_end
+from rankzero.integrations.own_loop.attempt import FLUSH_ROWS, Attempt, guarded
+from rankzero.integrations.own_loop.open_runs import OPEN
+from rankzero.integrations.own_loop.params import params_of
+from rankzero.integrations.own_loop.values import snapshot
+from rankzero.redaction.text import settings_without_secrets, url_without_secrets
+from rankzero.run_store import delivery_state
+from rankzero.tracking.run_log import RunLog
+
+# The import of mlflow on a busy machine, and MLflow's answer.
+_ID_SECONDS = 20.0
+# Each try costs a millisecond, or a process. A loop that logs must not wait for one each time.
+_REOPEN_SECONDS = 10.0
+
+
+class TrackedRun:
+    """A run that is being tracked. Every method is safe on every rank, and in every thread.
+
+    After its end, a method that logs begins a new attempt of the run.
+    """
+
+    def __init__(
+        self,
+        open_log: Callable[[], RunLog],
+        goal: Goal,
+        keep: int = 1,
+        params: Mapping[str, str] | None = None,
+        flush_rows: int = FLUSH_ROWS,
+        *,
+        offline: bool = False,
+        named: bool = False,
+    ) -> None:
+        """`named`: whether MLflow may have a checkpoint of the run that this disk lacks."""
+        self._open_log, self._offline = open_log, offline
+        self._in_mlflow = named and not offline
+        self._goal, self._keep, self._params = goal, keep, dict(params or {})
+        self._flush_rows = flush_rows
+        self._told: set[str] = set()
+        self._refused_until = 0.0
+        # A handler of a signal may log while its thread logs.
+        self._lock = threading.RLock()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin an attempt. Raises UserError if another process writes the run."""
+        self._log = self._open_log()
+        self._attempt = Attempt(self._log, self._goal, self._keep, self._flush_rows, self._tell)
+        self.unless_ended: BaseException | None = None
+        """The error to assume if the process ends and nobody has ended the attempt."""
+        self._attempt.start(self._params)
+        OPEN[self._log.folder.path] = self
+        self._at_exit = process_end.at_exit(
+            lambda error: self.finish(error or self.unless_ended),
+            lambda: self._attempt.used,
+        )
+        self._is_open = True
+
+    def reopen(self) -> bool:
+        """Begin a new attempt if the run has ended. Return whether the run is open.
+
+        Each method that logs calls it. If it fails, the reason is printed, once.
+        """
+        if self._is_open:
+            return True
+        if time.monotonic() < self._refused_until:
+            return False
+        try:
+            if is_exiting():  # Nothing would end the new attempt.
+                raise UserError("the process ends")
+            # As of a cell that was run again. The two would end each other at every value.
+            if self._log.folder.path in OPEN:
+                raise UserError("a later call of track() continues it")
+            self._begin()
+        except Exception as error:  # tracking must not end a training
+            text = f"what is logged after the end of {self.name} is lost: {error}"
+            self._tell("reopen", text)
+            self._refused_until = time.monotonic() + _REOPEN_SECONDS
+        return self._is_open
+
+    def disown(self) -> None:
+        """Leave the run to the process that this one was forked from."""
+        # Another thread of that process may have held the lock.
+        self._is_open, self._lock = False, threading.RLock()
+        self._log.disown()
+
+    @property
+    def name(self) -> str | None:
+        """The run's name; None on other ranks than 0."""
+        return self._log.folder.path.name
+
+    @property
+    def folder(self) -> Path | None:
+        """The run's folder; None on other ranks than 0."""
+        return self._log.folder.path
+
+    @property
+    def id(self) -> str | None:
+        """The run's id in MLflow. Waits until the courier has created the run there.
+
+        None offline, on other ranks than 0, and after 20 seconds since the attempt began.
+        """
+        from rankzero.catalog.lookup import mlflow_id
+
+        while not self._offline:
+            found = mlflow_id(self._log.folder)
+            if found is not None or time.monotonic() - self._attempt.begun > _ID_SECONDS:
+                return found
+            time.sleep(0.1)
+        return None
+
+    @property
+    def url(self) -> str | None:
+        """The run's page on MLflow's server; None without a server, or as for `id`."""
+        folder, run_id = self._log.folder, self.id
+        uri = folder.identity.tracking_uri
+        if run_id is None or not uri.startswith("http"):
+            return None
+        experiment = delivery_state.load(delivery_state.path_of(folder, 0)).experiment_id
+        return f"{url_without_secrets(uri)}/#/experiments/{experiment}/runs/{run_id}"
+
+    @property
+    def step(self) -> int:
+        """The newest step so far; 0 on other ranks than 0."""
+        with self._lock:
+            if self._is_open:
+                self._attempt.flush()
+            return self._attempt.history.step
+
+    def __enter__(self) -> TrackedRun:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.finish(error)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """End the run: FINISHED; FAILED with the traceback of `error`, or KILLED by Ctrl-C."""
+        with self._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+            self._at_exit.cancel()
+            OPEN.pop(self._log.folder.path, None)
+            self._attempt.end(error)
+
+    def log(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log 0-d tensors or numbers at `step`, without a host sync: tensors stay on their device.
+
+        Any other value is logged as NaN, with one warning. Without a step that is an integer, the
+        steps count on as soon as a metric would get a second value.
+        """
+        # The loop may overwrite a tensor in place before it is read.
+        values = {str(name): snapshot(value) for name, value in metrics.items()}
+        with self._lock:
+            if not self.reopen():
+                return
+            self._attempt.add(step if step is None else snapshot(step), values)
+
+    log_metrics = log
+
+    def evaluated(self, metrics: Mapping[str, Any], step: int | None = None) -> bool:
+        """Log validation metrics. Return whether the goal's is the best so far.
+
+        `step`: by default the newest one. Always False on other ranks than 0.
+        """
+        with self._lock:
+            if not self.reopen():
+                return False
+            return self._attempt.evaluated(metrics, step)[2]
+
+    def checkpoint(
+        self,
+        state_dict: Mapping[str, Any],
+        step: int | None = None,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Keep `state_dict` (tensors and plain values) as a checkpoint. Return once it is copied.
+
+        `metrics` are validation metrics. The goal's metric among them decides which checkpoints are
+        kept. Those that `evaluated` has logged at this step are not logged again.
+        """
+        with self._lock:
+            if not self.reopen():
+                return
+            attempt = self._attempt
+            at, measured, better = attempt.evaluated(metrics or {}, step)
+            self._guarded(
+                f"the checkpoint of step {at} is not kept",
+                lambda: attempt.save(state_dict, at, measured, better),
+            )
+
+    def log_params(self, params: object) -> None:
+        """Add params at any time: anything that `track` takes as a config.
+
+        MLflow never changes a param: a later value becomes a tag, ``rankzero.param.<name>``.
+        """
+
+        def event() -> Event:
+            found = settings_without_secrets(params_of(params))
+            self._params |= found
+            return ParamsLogged(time.time(), found)
+
+        self._keep_event("a param", event)
+
+    def set_tags(self, tags: Mapping[str, Any]) -> None:
+        """Set tags. Those that begin with ``rankzero.`` are RankZero's own."""
+
+        def event() -> Event:
+            texts = {str(name): str(value) for name, value in tags.items()}
+            own = [name for name in texts if name.startswith("rankzero.")]
+            if own:
+                raise ValueError(f"{own[0]} is RankZero's own")
+            return TagsSet(time.time(), settings_without_secrets(texts))
+
+        self._keep_event("a tag", event)
+
+    def log_artifact(self, local_path: str | Path, artifact_path: str | None = None) -> None:
+        """Copy a file or folder to the run's artifacts, below the folder `artifact_path` there.
+
+        Returns once it is copied, so the program may change or delete it.
+        """
+        path = Path(local_path)
+        self._keep_event(
+            str(path),
+            lambda: logged_files.copy(self._log.folder, path, artifact_path, self._note),
+        )
+
+    def log_text(self, text: str, artifact_file: str) -> None:
+        """Write a text as an artifact."""
+        self._keep_file(artifact_file, lambda path: path.write_text(text, encoding="utf-8"))
+
+    def log_dict(self, dictionary: Mapping[str, Any], artifact_file: str) -> None:
+        """Write plain values as an artifact: as YAML if the file is called so, else as JSON."""
+        self._keep_file(artifact_file, lambda path: logged_files.save_dict(dictionary, path))
+
+    def log_figure(self, figure: Any, artifact_file: str) -> None:
+        """Draw a figure of matplotlib or plotly as an artifact. Takes the time of the drawing."""
+        self._keep_file(artifact_file, lambda path: logged_files.save_figure(figure, path))
+
+    def log_image(
+        self,
+        image: Any,
+        artifact_file: str | None = None,
+        *,
+        key: str | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Log a tensor, an array, a PIL image or a figure: as an artifact, or by `key` and step.
+
+        MLflow's page shows the images of a key by step. `step`: by default the newest one.
+        """
+        if artifact_file is not None:
+            self._keep_file(artifact_file, lambda path: logged_files.save_image(image, path))
+            return
+
+        def event() -> Event:
+            with self._lock:
+                self._attempt.flush()
+                at = self._attempt.history.step_of(step)
+            return logged_files.keep_picture(self._log.folder, key or "image", image, at)
+
+        self._keep_event("an image", event)
+
+    def _keep_file(self, name: str, save: Callable[[Path], object]) -> None:
+        self._keep_event(name, lambda: logged_files.write(self._log.folder, name, save))
+
+    def _keep_event(self, what: str, make: Callable[[], Event]) -> None:
+        """Log the event that `make` returns. If that fails, a note has the reason."""
+
+        def keep() -> None:
+            event = make()  # A copy takes long, and other threads log meanwhile.
+            with self._lock:
+                if self.reopen():
+                    self._log(event)
+
+        with self._lock:
+            is_open = self.reopen()
+        if is_open:
+            process_end.went_on()
+            self._guarded(f"{what} is not logged", keep)
+
+    def latest(self) -> dict[str, Any] | None:
+        """Return the state of the run's last checkpoint, on the CPU; None if it has none.
+
+        Call it on every rank, once the process group is initialised: it is a collective. If this
+        disk has no checkpoint of a run with a `name`, it takes the newest that MLflow has under
+        that name. Raises UserError, on every rank, if MLflow does not answer.
+        """
+        from rankzero.integrations.own_loop import last_checkpoint
+
+        with self._lock:
+            if self._is_open:
+                self._attempt.finish_checkpoints()
+            found = last_checkpoint.load(
+                self._log.folder, self._log.notice, in_mlflow=self._in_mlflow
+            )
+            if found is None:
+                return None
+            state, step = found
+            self._attempt.history.continue_from(step)
+            return state
+
+    def _guarded(self, consequence: str, action: Callable[[], None]) -> None:
+        guarded(consequence, action, self._note)
+
+    def _note(self, text: str) -> None:
+        with self._lock:
+            self._log.notice(text)
+
+    def _tell(self, about: str, text: str) -> None:
+        if about not in self._told:
+            self._told.add(about)
+            self._log.notice(text)
