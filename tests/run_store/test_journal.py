@@ -33,7 +33,7 @@ from rankzero.events import (
     encode,
     encode_line,
 )
-from rankzero.run_store.folder import Identity, RunFolder, new_name, write_atomically
+from rankzero.run_store.folder import Identity, RunFolder, write_atomically
 from rankzero.run_store.journal import Journal, read, read_all
 from rankzero.tracking.run_log import RunLog
 from support.runs import make_folder, saved, steps
@@ -322,11 +322,6 @@ def test_an_atomic_write_leaves_one_file(tmp_path: Path) -> None:
     for text in ("one", "two"):
         write_atomically(tmp_path / "f", text)
     assert (tmp_path / "f").read_text() == "two" and len(list(tmp_path.iterdir())) == 1
-
-
-def test_names_are_plain_and_differ() -> None:
-    names = {new_name("digits") for _ in range(100)}
-    assert len(names) == 100 and all(name.startswith("digits-2") for name in names)
 
 
 def test_a_notice_on_the_disk_that_is_full_is_in_the_journal_and_ends_nothing(

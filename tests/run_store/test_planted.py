@@ -25,7 +25,7 @@ from rankzero.events import CheckpointSaved
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.mlflow_store.client.experiments import folder_for
 from rankzero.run_store import names, provenance, run_locks, symlinks
-from rankzero.run_store.folder import Identity, RunFolder, new_name, write_atomically
+from rankzero.run_store.folder import Identity, RunFolder, write_atomically
 from rankzero.run_store.journal import Journal
 from rankzero.tracking import delivery_status, download, sync
 from rankzero.tracking.deliverer import Deliverer
@@ -67,7 +67,7 @@ def test_a_run_name_that_is_not_plain_is_refused(name: str, tmp_path: Path) -> N
 @thorough
 @given(st.text(max_size=300) | st.sampled_from(EVIL))
 def test_any_text_makes_a_name_that_is_one_folder(text: str) -> None:
-    name = new_name(text)
+    name = names.made_plain(text)
     assert names.is_plain(name) and names.checked_run(name) == name
     assert Path("runs", name).parent == Path("runs")
 

@@ -21,8 +21,8 @@ from rankzero.api import results
 from rankzero.config.values import render
 from rankzero.errors import FINISHED, NOT_DELIVERED, RESUMABLE, USAGE, RunFailed, UserError
 from rankzero.launch.request import with_secrets
-from rankzero.run_store.folder import new_name
 from rankzero.run_store.location import root_of
+from rankzero.run_store.spoken_names import new_name
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -140,8 +140,8 @@ def _run(verb: str, experiment: Experiment, run_name: str | None, **options: Any
     """Run a command that makes one run; return the run."""
     words = _words(verb, experiment)
     # The name is chosen here, so that the run can be found after the command has ended.
-    stem = Path(words[1].rpartition(":")[0]).stem
-    name = run_name or new_name(stem if verb == "train" else f"{stem}-{verb}")
+    runs = root_of(options["dir"]) / "runs"
+    name = run_name or new_name(runs, "" if verb == "train" else verb)
     _call([*words, "--run-name", name, *_options(**options)], showing=sys.stdout.isatty())
     return results.run(name, dir=options["dir"])
 

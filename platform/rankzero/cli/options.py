@@ -15,9 +15,10 @@ from rankzero.mlflow_store.items import DESCRIPTION
 from rankzero.mlflow_store.patience import A_DAY, WAIT, seconds
 from rankzero.redaction.text import settings_without_secrets, text_without_secrets
 from rankzero.run_store import names
-from rankzero.run_store.folder import Identity, new_name
+from rankzero.run_store.folder import Identity
 from rankzero.run_store.location import is_offline
 from rankzero.run_store.provenance import RESERVED
+from rankzero.run_store.spoken_names import new_name
 
 _TAG_KEY = re.compile(r"[\w./-]+")
 
@@ -63,7 +64,7 @@ def add_start_and_name(parser: argparse.ArgumentParser) -> None:
     """Add ``--from`` and ``--name``."""
     start = "start from these settings: a file such as sweet_spot.yaml, a study or a run"
     parser.add_argument("--from", dest="start", metavar="FILE", help=start)
-    name = "the run's name (default: the file's name and the time)"
+    name = "the run's name (default: two words and a number)"
     parser.add_argument("--name", "--run-name", dest="run_name", metavar="NAME", help=name)
 
 
@@ -146,11 +147,10 @@ def absolute(reference: str) -> str:
 
 
 def run_name(arguments: argparse.Namespace, kind: str = "") -> str:
-    """Return the name of ``--name``, or a new one of the file's name and `kind`."""
+    """Return the name of ``--name``, or a new one that begins with `kind`."""
     if arguments.run_name is not None:
         return names.checked_run(arguments.run_name)
-    path, _ = experiment_file.split(arguments.experiment)
-    return new_name(path.stem + kind)
+    return new_name(arguments.dir / "runs", kind)
 
 
 def identity_for(arguments: argparse.Namespace, name: str) -> Identity:

@@ -26,7 +26,7 @@ VERBS = {
     "train": Verb("run an experiment, tracked", f"rankzero train {_DIGITS} --nproc 2 lr=1e-2"),
     "resume": Verb(
         "continue a run from its newest checkpoint, in the same MLflow run",
-        "rankzero resume digits-20261121-093005-3fa1c8",
+        "rankzero resume brisk-otter-412",
     ),
     "search": Verb(
         "find the configuration that reaches the quality bar in the least time",

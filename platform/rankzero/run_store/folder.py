@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import secrets
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -196,11 +195,6 @@ class RunFolder:
 
     def system(self, node: int) -> Path:
         return self.path / f"system-node_{node}.jsonl"
-
-
-def new_name(stem: str) -> str:
-    """Return a unique run name that sorts by time: ``digits-20261121-093005-3fa1c8``."""
-    return f"{names.made_plain(stem)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 
 
 def write_atomically(path: Path, text: str, private: bool = False) -> None:

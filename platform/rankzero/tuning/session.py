@@ -228,7 +228,7 @@ class Session:
         self._study.abandon(number)
 
     def _label(self, number: int) -> str:
-        return f"{self._study.name}-{number:03d}"
+        return f"{self._study.name}-t{number:02d}"
 
     def _await_helpers(self) -> None:
         """Wait for the trials of other processes. Abandon those of processes that died."""
@@ -303,7 +303,7 @@ class Session:
             return f"does not reach the quality in {curve.seconds:.3g} s" if late else ""
 
         experiment = override(self._space.experiment(trial.parameters), {"train.seed": seed})
-        label = f"{self._study.name}-confirm-{trial.number:03d}-{seed}"
+        label = f"{self._study.name}-confirm-{trial.number}-seed{seed}"
         return TrialJob(experiment, label, objective, ended, why_prune)
 
     def _confirmations(self) -> list[dict[str, Any]]:

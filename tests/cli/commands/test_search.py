@@ -191,7 +191,7 @@ def test_ctrl_c_keeps_the_study_and_the_same_command_resumes_it(rankzero: Comman
         1,
     )
     process = rankzero.start(*words)
-    trial = rankzero.wait_for_step(20, "s-001")
+    trial = rankzero.wait_for_step(20, "s-t01")
     os.killpg(
         process.pid, signal.SIGINT
     )  # as a terminal has it: to the search, its hosts, all ranks
@@ -202,7 +202,7 @@ def test_ctrl_c_keeps_the_study_and_the_same_command_resumes_it(rankzero: Comman
         ("stopped by SIGTERM at step", "stopped by Ctrl-C at step")
     )
     runs = mlflow_runs(rankzero)
-    assert (runs["s"].status, runs["s-000"].status, runs["s-001"].status) == (
+    assert (runs["s"].status, runs["s-t00"].status, runs["s-t01"].status) == (
         "KILLED",
         "FINISHED",
         "KILLED",
@@ -233,7 +233,7 @@ def test_sigkill_of_the_search_leaves_no_process_and_no_run_running(rankzero: Co
         "s",
     )
     process = rankzero.start(*words)
-    folder = rankzero.wait_for_step(20, "s-000")
+    folder = rankzero.wait_for_step(20, "s-t00")
     os.kill(process.pid, signal.SIGKILL)
     assert gone(rankzero.folder, 60)
     ended = last_end(folder)
@@ -268,7 +268,7 @@ def test_trials_side_by_side_and_a_second_command_that_helps(rankzero: Command) 
         storage,
     )
     leads = rankzero.start(*words, "--parallel", 2)
-    rankzero.wait_for_step(1, "s-000")
+    rankzero.wait_for_step(1, "s-t00")
     code, helped = rankzero(*words)
     assert code == 0, helped
     output, _ = leads.communicate(timeout=200)
@@ -284,7 +284,7 @@ def test_trials_side_by_side_and_a_second_command_that_helps(rankzero: Command) 
     assert len([trial for trial in trials if "same_as" not in trial.facts]) == 7
     assert len({trial.facts["owner"] for trial in trials}) == 2, "one of them did nothing"
     assert (
-        at_once([rankzero.folder / "mlruns/runs" / f"s-{trial.number:03d}" for trial in trials])
+        at_once([rankzero.folder / "mlruns/runs" / f"s-t{trial.number:02d}" for trial in trials])
         >= 2
     )
     runs = mlflow_runs(rankzero)

@@ -6,14 +6,14 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from rankzero import config, experiment_file
+from rankzero import config
 from rankzero.cli import options
 from rankzero.cli.commands import search
 from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.live import program
 from rankzero.cli.display.terminal import print_line, print_table, text_console
 from rankzero.errors import FAILED, UserError
-from rankzero.run_store.folder import new_name
+from rankzero.run_store.spoken_names import new_name
 from rankzero.tuning.trials import describe
 from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.host_process import Host
@@ -86,9 +86,8 @@ def _context(
     """Return the context of a comparison or a profile: a new run in the store of the arguments."""
     from rankzero.compare import runner
 
-    path, _ = experiment_file.split(arguments.experiment)
-    name = arguments.study or new_name(f"{path.stem}-{arguments.verb}")
     runs = arguments.dir / "runs"
+    name = arguments.study or new_name(runs, arguments.verb)
     if (runs / name).exists():
         raise UserError(f"there is a run {name!r} already: choose another --name")
     return runner.CompareContext(

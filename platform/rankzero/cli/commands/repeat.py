@@ -104,7 +104,7 @@ def _plan(arguments: argparse.Namespace, experiment: Experiment) -> Plan:
 
 
 def _new_folder(arguments: argparse.Namespace, experiment: Experiment) -> RunFolder:
-    name, runs = options.run_name(arguments, "-repeat"), arguments.dir / "runs"
+    name, runs = options.run_name(arguments, "repeat"), arguments.dir / "runs"
     if plans.stored(RunFolder(runs / name)) is not None:
         raise UserError(f"there is a repeat {name!r} already: continue it: rankzero repeat {name}")
     folder = make_folder(runs, options.identity_for(arguments, name))

@@ -10,6 +10,8 @@ until `checkpoint` is called.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import os
 import secrets
@@ -25,8 +27,9 @@ from rankzero.integrations.own_loop.tracked_run import TrackedRun
 from rankzero.mlflow_store import uris
 from rankzero.redaction.text import settings_without_secrets
 from rankzero.run_store.attempt import take_over
-from rankzero.run_store.folder import Identity, RunFolder, new_name
+from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.location import is_offline, root_of
+from rankzero.run_store.spoken_names import new_name
 from rankzero.tracking.run_log import RunLog
 
 
@@ -69,13 +72,15 @@ def track(
     if not offline:
         uris.prepare_store(uri)
     identity = Identity(
-        name or new_name(experiment.replace("/", "-").replace(" ", "-")),
+        name or "",
         secrets.token_hex(16),
         experiment,
         uri,
         uris.artifact_root(uri),
         project_dir=str(Path.cwd()),
     )
+    if name is None:
+        identity = _with_new_name(root / "runs", identity)
     opened = functools.partial(_open_log, root / "runs", identity, mine, offline=offline)
     settings = settings_without_secrets(params)
     named = name is not None
@@ -84,6 +89,16 @@ def track(
 
 def _goal_params(goal: Goal | None) -> dict[str, str]:
     return {} if goal is None else {f"goal.{k}": value for k, value in params_of(goal).items()}
+
+
+def _with_new_name(runs: Path, identity: Identity) -> Identity:
+    """Create the folder of a run that the user did not name; return its identity."""
+    while True:
+        named = dataclasses.replace(identity, name=new_name(runs))
+        # Another run may have drawn the same name at the same moment.
+        with contextlib.suppress(FileExistsError):
+            RunFolder.create(runs, named)
+            return named
 
 
 def _open_log(runs: Path, identity: Identity, mine: ranks.Ranks, *, offline: bool) -> RunLog:
