@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rankzero import experiment_file
 from rankzero.catalog import filters, lookup
-from rankzero.mlflow_store import limits, uris
+from rankzero.mlflow_store import drivers, limits, uris
 from rankzero.mlflow_store.items import DESCRIPTION
 from rankzero.mlflow_store.patience import A_DAY, WAIT, seconds
 from rankzero.redaction.text import settings_without_secrets, text_without_secrets
@@ -160,15 +160,17 @@ def identity_for(arguments: argparse.Namespace, name: str) -> Identity:
     """
     path, _ = experiment_file.split(arguments.experiment)
     uri = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
+    root = uris.artifact_root(uri)
     if not arguments.offline:
         uris.prepare_store(uri)
+        drivers.require_artifact_root(uri, root)
     in_environment = os.environ.get("MLFLOW_EXPERIMENT_NAME")
     return Identity(
         name=name,
         uuid=secrets.token_hex(16),
         experiment=arguments.experiment_name or in_environment or path.stem,
         tracking_uri=uri,
-        artifact_root=uris.artifact_root(uri),
+        artifact_root=root,
         experiment_file=absolute(arguments.experiment),
         project_dir=str(Path.cwd()),
     )

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from rankzero.errors import UserError
+from rankzero.mlflow_store import drivers
 from rankzero.run_store import lock_files
 from rankzero.run_store.location import make_root
 
@@ -81,11 +82,13 @@ def resolve_tracking_uri(flag: str | None, environ: Mapping[str, str], root: Pat
 def prepare_store(
     tracking_uri: str, *, patience_seconds: float = _SETUP_SECONDS, mounts: Path = _MOUNTS
 ) -> None:
-    """Create the folder and the file of a local database. Does nothing for other stores.
+    """Create the folder and the file of a local database; check the driver of another one.
 
     Waits at most `patience_seconds` for other processes that do the same. `mounts` lists the
-    mounted file systems. Raises TrackingError if the database cannot be written.
+    mounted file systems. Raises TrackingError if the database cannot be written, and UserError if
+    the driver of another database is missing.
     """
+    drivers.require_driver(tracking_uri)
     path = sqlite_path(tracking_uri)
     if path is None:
         return
@@ -161,11 +164,17 @@ def require_plain(path: Path) -> None:
         )
 
 
-def artifact_root(tracking_uri: str) -> str | None:
-    """Return the folder for the artifacts of a local database, or None if a server decides."""
+def artifact_root(tracking_uri: str, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the place for the artifacts of a database, or None if a server decides.
+
+    None, too, if nobody has named the place for a database that is not local.
+    """
     # By default, MLflow uses the current directory of the process that writes first.
     path = sqlite_path(tracking_uri)
-    return None if path is None else str(path.parent / _ARTIFACTS)
+    if path is None:
+        named = environ.get(drivers.ARTIFACT_ROOT) if drivers.is_database(tracking_uri) else None
+        return named or None
+    return str(path.parent / _ARTIFACTS)
 
 
 def is_empty(path: Path) -> bool:

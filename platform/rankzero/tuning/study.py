@@ -28,6 +28,7 @@ from optuna.trial import TrialState
 
 from rankzero.config.renamed import with_new_names
 from rankzero.errors import UserError
+from rankzero.mlflow_store import drivers
 from rankzero.redaction.text import text_without_secrets, url_without_secrets
 from rankzero.search_ranges import Choice, Integer, LogUniform, Range, Uniform
 from rankzero.tuning import members
@@ -294,6 +295,7 @@ def _database(url: str) -> Iterator[optuna.storages.RDBStorage]:
     optuna.logging.set_verbosity(logging.ERROR)
     # Seconds that a process waits for another one's write.
     timeout = {"connect_args": {"timeout": 30}} if url.startswith("sqlite") else {}
+    drivers.require_driver(url)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

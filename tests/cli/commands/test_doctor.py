@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import http.server
+import json
 import socket
 import sqlite3
 import subprocess
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from rankzero.cli.commands import doctor
+from rankzero.mlflow_store import drivers
 
 
 @pytest.fixture(autouse=True)
@@ -102,11 +104,20 @@ def test_old_file_store(tmp_path: Path) -> None:
     assert "mlflow migrate-filestore" in str(doctor.tracking_store(tmp_path).fix)
 
 
-def test_database_server_is_not_checked_and_its_password_not_shown(tmp_path: Path) -> None:
-    check = doctor.tracking_store(tmp_path, "postgresql://me:hunter2@host/mlflow")
-    assert (
-        check.found.startswith("postgresql://host/mlflow") and check.fix is None and not check.there
-    )
+def test_database_without_a_driver_a_place_or_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = "postgresql+psycopg2://me:hunter2@127.0.0.1:1/mlflow"
+    monkeypatch.delenv(drivers.ARTIFACT_ROOT, raising=False)
+    without_root = doctor.tracking_store(tmp_path, uri)
+    monkeypatch.setenv(drivers.ARTIFACT_ROOT, "/shared")
+    silent = doctor.tracking_store(tmp_path, uri)
+    monkeypatch.setitem(sys.modules, "psycopg2", None)
+    without_driver = doctor.tracking_store(tmp_path, uri)
+    assert drivers.ARTIFACT_ROOT in str(without_root.fix)
+    assert "refused" in str(silent.fix)
+    assert "pip install psycopg2-binary" in str(without_driver.fix)
+    assert "hunter2" not in f"{without_root}{silent}{without_driver}"
 
 
 @pytest.fixture
@@ -118,6 +129,12 @@ def server() -> Iterator[tuple[str, dict[str, int]]]:
         def do_GET(self) -> None:
             self.send_response(answer["status"] if self.path == "/health" else 500)
             self.end_headers()
+
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            experiment = {"experiment_id": "1", "artifact_location": "s3://bucket"}
+            self.wfile.write(json.dumps({"experiments": [experiment]}).encode())
 
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -131,11 +148,16 @@ def server() -> Iterator[tuple[str, dict[str, int]]]:
 
 
 @pytest.mark.parametrize(
-    ("status", "says"), [(200, None), (401, None), (404, "not an MLflow server")]
+    ("status", "says"), [(200, "install boto3"), (401, None), (404, "not an MLflow server")]
 )
 def test_health_of_a_server(
-    status: int, says: str | None, server: tuple[str, dict[str, int]], tmp_path: Path
+    status: int,
+    says: str | None,
+    server: tuple[str, dict[str, int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(sys.modules, "boto3", None)
     address, answer = server
     answer["status"] = status
     check = doctor.tracking_store(tmp_path, f"http://me:hunter2@{address}")

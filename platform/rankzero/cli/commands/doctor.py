@@ -107,7 +107,7 @@ def shared_memory(folder: Path = Path("/dev/shm"), usage: DiskUsage = shutil.dis
 
 def tracking_store(root: Path, tracking_uri: str | None = None, timeout: float = 3.0) -> Check:
     """Check that the store answers: a database checks itself, a server has a health page."""
-    from rankzero.mlflow_store import uris
+    from rankzero.mlflow_store import drivers, uris
     from rankzero.redaction.text import url_without_secrets
 
     shown = url_without_secrets(tracking_uri or str(root))
@@ -119,6 +119,10 @@ def tracking_store(root: Path, tracking_uri: str | None = None, timeout: float =
             note = _check_sqlite(path)
         elif uri.startswith(("http://", "https://")):
             note = _check_server(url_without_secrets(uri), timeout)
+            if not note:
+                _check_artifacts(uri)
+        elif drivers.is_database(uri):
+            note = _check_database(uri, uris.artifact_root(uri), timeout)
         else:
             note = _NOT_CHECKED
         return Check("tracking store", shown + note, there=note != _NOT_CHECKED)
@@ -141,6 +145,25 @@ def _check_sqlite(path: Path) -> str:
         fix = "restore a copy, or choose another --dir and run rankzero sync"
         raise RuntimeError(f"{path} is damaged: {answer}; {fix}")
     return ""
+
+
+def _check_database(uri: str, artifact_root: str | None, timeout: float) -> str:
+    """Return no note on a database that can be used. Raises UserError or SQLAlchemy's error."""
+    from rankzero.mlflow_store import drivers
+
+    drivers.require_driver(uri)
+    drivers.require_artifact_root(uri, artifact_root)
+    drivers.connect(uri, timeout)
+    return ""
+
+
+def _check_artifacts(uri: str) -> None:
+    """Raise UserError if this machine cannot write where the server's artifacts go."""
+    from rankzero.mlflow_store.client.experiments import artifact_locations
+    from rankzero.mlflow_store.drivers import require_client
+
+    for location in artifact_locations(uri):
+        require_client(location)
 
 
 def _check_server(address: str, timeout: float) -> str:

@@ -24,7 +24,7 @@ from rankzero.integrations.own_loop.null_run import NullTrackedRun
 from rankzero.integrations.own_loop.open_runs import OPEN
 from rankzero.integrations.own_loop.params import params_of
 from rankzero.integrations.own_loop.tracked_run import TrackedRun
-from rankzero.mlflow_store import uris
+from rankzero.mlflow_store import drivers, uris
 from rankzero.redaction.text import settings_without_secrets
 from rankzero.run_store.attempt import take_over
 from rankzero.run_store.folder import Identity, RunFolder
@@ -69,14 +69,16 @@ def track(
     root = root_of(folder).absolute()
     uri = uris.resolve_tracking_uri(tracking_uri, os.environ, root)
     offline = is_offline(offline)
+    artifacts = uris.artifact_root(uri)
     if not offline:
         uris.prepare_store(uri)
+        drivers.require_artifact_root(uri, artifacts)
     identity = Identity(
         name or "",
         secrets.token_hex(16),
         experiment,
         uri,
-        uris.artifact_root(uri),
+        artifacts,
         project_dir=str(Path.cwd()),
     )
     if name is None:

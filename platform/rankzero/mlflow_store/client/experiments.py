@@ -9,6 +9,8 @@ import re
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
+from rankzero.mlflow_store import drivers
+from rankzero.mlflow_store.client.connection import connect
 from rankzero.mlflow_store.client.records import require_id
 from rankzero.mlflow_store.uris import TrackingError, artifact_root
 from rankzero.run_store.folder import Identity
@@ -35,6 +37,12 @@ def find_or_create(client: MlflowClient, tracking_uri: str, identity: Identity) 
     return _create(client, tracking_uri, identity)
 
 
+def artifact_locations(tracking_uri: str) -> set[str]:
+    """Return where the latest experiments of a store have their artifacts."""
+    found = connect(tracking_uri).search_experiments(max_results=10)
+    return {experiment.artifact_location or "" for experiment in found}
+
+
 def folder_for(experiment: str) -> str:
     """Return a folder's name for an experiment's name: never ``..``, never too long."""
     # Nothing is quoted, because MLflow takes the path for a URI and unquotes it.
@@ -49,6 +57,7 @@ def _create(client: MlflowClient, tracking_uri: str, identity: Identity) -> str:
     # Without the tag, MLflow's page takes the experiment for one of language agents.
     kind = {"mlflow.experimentKind": "custom_model_development"}
     base = identity.artifact_root or artifact_root(tracking_uri)
+    drivers.require_artifact_root(tracking_uri, base)
     location = None if base is None else f"{base.rstrip('/')}/{folder_for(identity.experiment)}"
     experiment_id = client.create_experiment(identity.experiment, location, tags=kind)
     return require_id(experiment_id, "experiment")

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rankzero.mlflow_store import drivers
+
 # Documented variables, which MLflow reads when it is imported or at each call. A user's win.
 ENVIRONMENT: Mapping[str, str] = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -138,6 +140,10 @@ def local_path(location: str) -> Path:
 
 
 def artifact_repository(location: str, tracking_uri: str) -> Any:
-    """Return the object by which MLflow's client reads and writes an artifact location."""
+    """Return the object by which MLflow's client reads and writes an artifact location.
+
+    Raises UserError if a package for it is missing.
+    """
+    drivers.require_client(location)
     location = _uri.add_databricks_profile_info_to_artifact_uri(location, tracking_uri)
     return get_artifact_repository(location, tracking_uri=tracking_uri)

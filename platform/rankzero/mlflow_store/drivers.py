@@ -1,0 +1,96 @@
+"""Refuses a store that this machine cannot use: packages, and a shared place for artifacts."""
+
+from __future__ import annotations
+
+import importlib.util
+import urllib.parse
+from pathlib import Path
+
+from rankzero.errors import UserError
+from rankzero.redaction.text import url_without_secrets
+
+ARTIFACT_ROOT = "MLFLOW_DEFAULT_ARTIFACT_ROOT"
+"""MLflow's own variable: its server reads it for the same purpose."""
+_DATABASES = ("postgresql", "mysql", "mssql")
+# For each scheme: the module that MLflow's client imports, and the packages to install.
+_CLIENTS = {
+    "s3": ("boto3", "boto3"),
+    "r2": ("boto3", "boto3"),
+    "b2": ("boto3", "boto3"),
+    "gs": ("google.cloud.storage", "google-cloud-storage"),
+    "wasbs": ("azure.storage.blob", "azure-storage-blob azure-identity"),
+    "abfss": ("azure.storage.filedatalake", "azure-storage-file-datalake azure-identity"),
+    "hdfs": ("pyarrow", "pyarrow"),
+    "viewfs": ("pyarrow", "pyarrow"),
+    "sftp": ("pysftp", "pysftp"),
+}
+_DRIVERS = {
+    "psycopg2": "psycopg2-binary",
+    "psycopg": "'psycopg[binary]'",
+    "MySQLdb": "mysqlclient",
+}
+
+
+def is_database(uri: str) -> bool:
+    """Return whether the URI is a database on a server, which processes use without MLflow's."""
+    return urllib.parse.urlsplit(uri).scheme.partition("+")[0] in _DATABASES
+
+
+def require_driver(database: str) -> None:
+    """Raise UserError if the driver of a database is not installed. Ignores other URIs."""
+    if not is_database(database):
+        return
+    # Late: it takes a fifth of a second. SQLAlchemy knows which driver a URI means.
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    shown = url_without_secrets(database)
+    try:
+        make_url(database).get_dialect().import_dbapi()
+    except ArgumentError as error:
+        raise UserError(f"{shown} is no database that SQLAlchemy knows: {error}") from error
+    except ImportError as error:
+        name = error.name or str(error)
+        package = _DRIVERS.get(name, name)
+        raise UserError(
+            f"{shown} needs a driver that this machine lacks ({error}): pip install {package}"
+        ) from error
+
+
+def connect(database: str, seconds: float) -> None:
+    """Connect to a database, and disconnect. Raises SQLAlchemy's error if it does not answer."""
+    from sqlalchemy import create_engine
+
+    waits = {} if database.startswith("mssql") else {"connect_timeout": round(seconds)}
+    create_engine(database, connect_args=waits).connect().close()
+
+
+def require_client(location: str) -> None:
+    """Raise UserError if MLflow's client lacks the package for an artifact location."""
+    module, packages = _CLIENTS.get(urllib.parse.urlsplit(location).scheme, ("", ""))
+    # Not imported: a cloud's package takes a second.
+    parents = [".".join(module.split(".")[:count]) for count in range(1, module.count(".") + 2)]
+    if module and not all(map(importlib.util.find_spec, parents)):
+        raise UserError(
+            f"artifacts in {url_without_secrets(location)} need a package that this machine lacks "
+            f"({module}): pip install {packages}"
+        )
+
+
+def require_artifact_root(tracking_uri: str, root: str | None) -> None:
+    """Raise UserError if a database has no artifact root `root` that other machines understand."""
+    if not is_database(tracking_uri):
+        return
+    shown = url_without_secrets(tracking_uri)
+    if not root:
+        # MLflow would take ./mlruns of this machine, and keep it for the experiment's life.
+        raise UserError(
+            f"{shown} is a database without MLflow's server, so nothing says where artifacts go: "
+            f"set {ARTIFACT_ROOT} to a place that all machines reach, such as s3://bucket/path or "
+            "/shared/folder, or use a server's http:// address"
+        )
+    if not (urllib.parse.urlsplit(root).scheme or Path(root).is_absolute()):
+        raise UserError(
+            f"{ARTIFACT_ROOT}={root} is another folder in each process: write an absolute path"
+        )
+    require_client(root)
