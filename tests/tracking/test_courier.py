@@ -254,6 +254,19 @@ def test_courier_that_waits_for_mlflow_is_behind(folder: RunFolder) -> None:
     os.close(reader)
 
 
+def test_courier_connects_without_the_packages_that_only_data_sets_need(tmp_path: Path) -> None:
+    code = (
+        "import gc, sys; from rankzero.tracking.courier import connect; "
+        f"connect('sqlite:///{tmp_path}/mlflow.db'); "
+        "assert gc.isenabled() and 'pandas' not in sys.modules and 'pyarrow' not in sys.modules; "
+        "import pandas, mlflow; print(mlflow.MlflowClient.__name__, pandas.__name__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "MlflowClient pandas\n", done.stderr
+
+
 def test_courier_accepts_what_an_earlier_recorder_passes(folder: RunFolder) -> None:
     reader, writer = os.pipe()
     os.close(writer)
