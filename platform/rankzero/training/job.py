@@ -91,12 +91,8 @@ class TrainingContext:
         """Return the epoch of the step that follows `step` finished ones."""
         return step // self.batch_order.steps_per_epoch
 
-    def lr_factors(self, step: int) -> Any:
-        """Return the experiment's `schedule` for the step that follows `step` finished ones."""
-        at = (self._progress(step, training=True),) if self.schedule_takes_progress else ()
-        return self.experiment.schedule(step, self.total_steps, *at)
-
-    def _progress(self, step: int, *, training: bool, turn: str | None = None) -> Progress:
+    def progress(self, step: int, *, training: bool, turn: str | None = None) -> Progress:
+        """Return where the training is after `step` optimizer steps."""
         epoch = self.epoch(step if training else max(0, step - 1))
         return Progress(step, self.total_steps, epoch, training, self.helpers, turn)
 
@@ -106,7 +102,7 @@ class TrainingContext:
         """Return how a strategy computes the next micro-batch, after `step` optimizer steps."""
         measure = self.forward_timer.next_measure()
         if self.takes_progress:
-            measure = bound(measure, self._progress(step, training=training, turn=turn))
+            measure = bound(measure, self.progress(step, training=training, turn=turn))
         return MicroBatchStep(
             measure,
             self.precision.autocast,

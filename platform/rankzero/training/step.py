@@ -33,7 +33,10 @@ def train_step(
     ``generator/loss``.
     """
     optimizer = state.optimizer
-    set_lr(optimizer, state.base_lrs, job.lr_factors(state.step))
+    # A method for this would cost each step a call.
+    at = (job.progress(state.step, training=True),) if job.schedule_takes_progress else ()
+    factors = job.experiment.schedule(state.step, job.total_steps, *at)
+    set_lr(optimizer, state.base_lrs, factors)
     if job.experiment.turns:
         assert isinstance(optimizer, JointOptimizer)
         metrics, data_wait = _take_turns(job, state.step, optimizer, batches)
