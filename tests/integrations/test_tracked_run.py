@@ -321,6 +321,13 @@ def test_unreadable_tensors_do_not_hide_the_users_error(
     assert "values logged on meta that cannot be read are NaN" in capsys.readouterr().out
 
 
+def test_tensor_is_read_at_once_on_the_cpu_only() -> None:
+    """A copy costs twice as much, and nothing waits for the CPU."""
+    assert type(values.snapshot(torch.tensor([2.0], requires_grad=True))) is float
+    elsewhere = values.snapshot(torch.zeros((), device="meta"))
+    assert isinstance(elsewhere, torch.Tensor) and elsewhere.is_meta
+
+
 def test_odd_tensor_does_not_affect_others_on_its_device(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
