@@ -11,7 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankzero import Choice, Experiment, Goal, Train, flatten, from_yaml, override, to_yaml
+from rankzero import (
+    Choice,
+    ConfigError,
+    Experiment,
+    Goal,
+    Train,
+    flatten,
+    from_yaml,
+    override,
+    to_yaml,
+)
 from rankzero.config.values import render
 
 
@@ -176,9 +186,13 @@ def test_impossible_train_settings_are_refused(wrong: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "train/loss"])
-def test_goal_must_be_a_validation_metric(metric: str) -> None:
-    with pytest.raises(ValueError, match="validation metric"):
-        Goal(metric)
+def test_goal_of_an_experiment_must_be_a_validation_metric(metric: str) -> None:
+    with pytest.raises(ValueError, match=r"goal.metric: must be a validation metric"):
+        Experiment(goal=Goal(metric))
+    with pytest.raises(ConfigError, match=r"^goal.metric: must be a validation metric"):
+        override(Experiment(), {"goal.metric": metric})
+    with pytest.raises(ValueError, match="metric: must be a name"):
+        Goal("")
 
 
 @given(st.floats(allow_nan=False), st.floats(allow_nan=False))

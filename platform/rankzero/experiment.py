@@ -44,7 +44,8 @@ def _require_all(
 class Goal:
     """The aim of a run: a validation metric, its direction and, if known, a target.
 
-    With several validation sets, the metric names one of them: ``val/near/accuracy``.
+    With several validation sets, the metric names one of them: ``val/near/accuracy``. An own loop
+    may call its metric as it likes.
     """
 
     metric: str = "val/loss"
@@ -55,10 +56,8 @@ class Goal:
     """The value that a search aims at, and that a report compares with; none: unknown."""
 
     def __post_init__(self) -> None:
-        if not self.metric.startswith("val/"):
-            raise ValueError(
-                f"metric: must be a validation metric such as 'val/loss', got {self.metric!r}"
-            )
+        if not self.metric:
+            raise ValueError("metric: must be a name such as 'val/loss', got ''")
         if self.mode not in ("min", "max"):
             raise ValueError(f"mode: expected 'min' or 'max', got {self.mode!r}")
 
@@ -282,6 +281,13 @@ class Experiment:
             ):
                 raise TypeError(f"{cls.__name__}.{field.name} needs a default value")
         _check_names(cls)
+
+    def __post_init__(self) -> None:
+        if not self.goal.metric.startswith("val/"):
+            raise ValueError(
+                "goal.metric: must be a validation metric such as 'val/loss', "
+                f"got {self.goal.metric!r}"
+            )
 
     def data(self) -> tuple[Any, Any]:
         """Return the training and validation data sets, map-style or iterable. On every rank.

@@ -237,6 +237,20 @@ def test_continued_run_with_another_goal_compares_under_that_goal() -> None:
         assert run.evaluated({"val/accuracy": 0.95}, step=5)
 
 
+def test_goal_of_an_own_loop_may_have_any_name() -> None:
+    with unrecorded(Goal("accuracy", "max"), keep=1) as run:
+        assert run.evaluated({"accuracy": 0.5}, step=1)
+        for step, value in ((2, 0.9), (3, 0.7)):
+            run.checkpoint({"x": torch.zeros(1)}, step, {"accuracy": value})
+    assert run.folder is not None
+    (end,) = [event for event in journal(run) if isinstance(event, RunEnded)]
+    assert end.metrics["best"] == 0.9
+    assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == [
+        "step_00000002",
+        "step_00000003",
+    ]
+
+
 def test_continued_run_improves_on_an_infinite_value() -> None:
     for value in (math.inf, 2.0):
         with unrecorded(Goal("val/loss", "min")) as run:
