@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from matplotlib.figure import Figure
+from mlflow import MlflowClient
 
 import rankzero
 from rankzero.events import ArtifactLogged
@@ -17,6 +20,7 @@ from rankzero.integrations.own_loop import logged_files
 from rankzero.integrations.own_loop.tracked_run import TrackedRun
 from rankzero.run_store import delivery_state
 from rankzero.run_store.folder import RunFolder
+from rankzero.tracking import sync
 from support.memory_store import MemoryStore, delivered
 
 
@@ -69,6 +73,67 @@ def test_everything_is_delivered_as_it_was_before_the_run_ends(run: TrackedRun) 
     assert texts["notes/hello.txt"] == "hello" and texts["values.yaml"] == "a:\n  b: 1\n"
     assert "<svg" in texts["figures/curve.svg"] and "PNG" in texts["black.png"]
     assert [(key, step) for key, step, _ in store.pictures] == [("val/sample", 5)]
+    run.finish()
+
+
+def test_table_grows_by_rows_of_any_kind(run: TrackedRun) -> None:
+    run.log_table({"step": [1, 2], "loss": np.array([0.5, np.nan])}, "deep/losses.json")
+    run.log_table([{"step": 3, "loss": torch.tensor(0.25)}], "deep/losses.json")
+    run.log_table([(4, 1 / 3)], "deep/losses.json", columns=["step", "loss"])
+    run.log_table(pandas.DataFrame({"step": [5], "more": ["007"]}), "deep//losses.json")
+    run.log_table({"only": "one row"}, "row.json")
+    store = MemoryStore()
+    delivered(folder_of(run), store)
+    assert json.loads(store.artifacts["deep/losses.json"]) == {
+        "columns": ["step", "loss", "more"],
+        "data": [
+            [1, 0.5, None],
+            [2, None, None],
+            [3, 0.25, None],
+            [4, 0.333333333333333, None],
+            [5, None, "007"],
+        ],
+    }
+    assert json.loads(store.artifacts["row.json"])["data"] == [["one row"]]
+    assert [entry["path"] for entry in json.loads(store.tags["mlflow.loggedArtifacts"])] == [
+        "deep/losses.json",
+        "row.json",
+    ]
+    run.finish()
+
+
+def test_mlflow_reads_a_table_as_its_own(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.log_table({"name": ["cat", "dog"], "score": torch.tensor([0.5, 1.0])}, "scores.json")
+    run.finish()
+    folder = folder_of(run)
+    assert sync.deliver(folder).complete
+    client = MlflowClient(folder.identity.tracking_uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", folder.identity.tracking_uri)
+    (found,) = client.search_runs(["1"])
+    table = client.load_table("1", "scores.json", [found.info.run_id])
+    assert table.to_dict("list") == {"name": ["cat", "dog"], "score": [0.5, 1.0]}
+
+
+def test_table_that_cannot_be_one_costs_only_itself(
+    run: TrackedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.log_text("no table", "taken.json")
+    for data, name, reason in (
+        ({"a": [1], "b": [1, 2]}, "lengths.json", "same length"),
+        (3, "three.json", "columns, rows or a DataFrame, not 3"),
+        ([[1]], "table.csv", "the name of a table ends with .json"),
+        ([[1]], "taken.json", "a file that is no table has this name"),
+    ):
+        run.log_table(data, name)
+        assert reason in capsys.readouterr().out
+    for number in range(200):
+        run.log_table([[number]], f"{number:030}.json")
+    assert capsys.readouterr().out.count("tables of this run, others as files") == 1
+    store = MemoryStore()
+    delivered(folder_of(run), store)
+    listed = json.loads(store.tags["mlflow.loggedArtifacts"])
+    assert 50 < len(listed) < 200 and f"{199:030}.json" in store.artifacts
+    assert store.artifacts["taken.json"] == "no table"
     run.finish()
 
 

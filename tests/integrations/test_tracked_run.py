@@ -94,19 +94,22 @@ def test_loop_is_tracked_to_the_end_in_mlflow() -> None:
             run.log({"train/loss": loss, "other": step * 2}, step=step)
             loss.zero_()  # what is logged is the value at the time
         run.checkpoint(model.state_dict(), step=5, metrics={"val/loss": torch.tensor(0.5)})
-        run.log_params({"late": 1, "lr": 0.2})
-        run.set_tags({"team": "a"})
+        run.log_param("late", 1)
+        run.log_params({"lr": 0.2})
+        run.set_tag("team", "a")
+        run.log_metric("other", 12, step=6)
         run.log_text("hello", "notes/a.txt")
         run.log_image(torch.rand(8, 8), key="sample")
     assert run.folder is not None
     folder = RunFolder(run.folder)
     events = list(read_all(folder.events))
-    assert [(step, metrics["train/loss"]) for step, metrics in rows(events)] == [
+    assert [(step, metrics["train/loss"]) for step, metrics in rows(events)[:5]] == [
         (n, float(n)) for n in range(1, 6)
     ]
     assert [type(event) for event in events if not isinstance(event, StepsLogged)] == [
         RunStarted,
         Evaluated,
+        ParamsLogged,
         ParamsLogged,
         TagsSet,
         ArtifactLogged,

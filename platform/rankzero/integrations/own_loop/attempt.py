@@ -160,9 +160,11 @@ class Attempt:
             self.log_all(self.checkpoints.close(patience_seconds))
 
 
-def guarded(consequence: str, action: Callable[[], None], notice: Callable[[str], None]) -> None:
-    """Run the action. If it fails, as with a failed GPU, `notice` gets the consequence."""
+def guarded(consequence: str, action: Callable[[], None], notice: Callable[[str], None]) -> bool:
+    """Run the action. Return whether it succeeds; if not, `notice` gets the consequence."""
     try:
         action()
-    except Exception as error:  # Tracking must not end a training.
+    except Exception as error:  # Tracking must not end a training, as with a failed GPU.
         notice(f"{consequence}: {type(error).__name__}: {error}")
+        return False
+    return True

@@ -17,8 +17,9 @@ class NullTrackedRun(TrackedRun):
 
     def _nothing(self, *_: Any, **__: Any) -> None: ...
 
-    finish = log = log_metrics = checkpoint = log_params = set_tags = _nothing
-    log_artifact = log_text = log_dict = log_figure = log_image = _nothing
+    finish = log = log_metrics = log_metric = checkpoint = _nothing
+    log_params = log_param = set_tags = set_tag = _nothing
+    log_artifact = log_text = log_dict = log_table = log_figure = log_image = _nothing
 
     def reopen(self) -> bool:
         return False

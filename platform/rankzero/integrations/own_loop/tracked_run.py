@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import is_exiting
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any
 
 from rankzero.errors import UserError
 from rankzero.events import Event, ParamsLogged, TagsSet
 from rankzero.experiment import Goal
-from rankzero.integrations.own_loop import logged_files, process_end
+from rankzero.integrations.own_loop import logged_files, process_end, tables
 from rankzero.integrations.own_loop.attempt import FLUSH_ROWS, Attempt, guarded
 from rankzero.integrations.own_loop.open_runs import OPEN
 from rankzero.integrations.own_loop.params import params_of
@@ -55,6 +56,7 @@ class TrackedRun:
         # A handler of a signal may log while its thread logs.
         self._lock = threading.RLock()
         self._begin()
+        self._tables = tables.ListedTables(self._log.folder, self._tell)
 
     def _begin(self) -> None:
         """Begin an attempt. Raises UserError if another process writes the run."""
@@ -177,6 +179,10 @@ class TrackedRun:
 
     log_metrics = log
 
+    def log_metric(self, key: str, value: Any, step: int | None = None) -> None:
+        """Log one metric, as `log` does."""
+        self.log({key: value}, step)
+
     def evaluated(self, metrics: Mapping[str, Any], step: int | None = None) -> bool:
         """Log validation metrics. Return whether the goal's is the best so far.
 
@@ -221,6 +227,10 @@ class TrackedRun:
 
         self._keep_event("a param", event)
 
+    def log_param(self, key: str, value: Any) -> None:
+        """Add one param, as `log_params` does."""
+        self.log_params({key: value})
+
     def set_tags(self, tags: Mapping[str, Any]) -> None:
         """Set tags. Those that begin with ``rankzero.`` are RankZero's own."""
 
@@ -232,6 +242,10 @@ class TrackedRun:
             return TagsSet(time.time(), settings_without_secrets(texts))
 
         self._keep_event("a tag", event)
+
+    def set_tag(self, key: str, value: Any) -> None:
+        """Set one tag, as `set_tags` does."""
+        self.set_tags({key: value})
 
     def log_artifact(self, local_path: str | Path, artifact_path: str | None = None) -> None:
         """Copy a file or folder to the run's artifacts, below the folder `artifact_path` there.
@@ -251,6 +265,28 @@ class TrackedRun:
     def log_dict(self, dictionary: Mapping[str, Any], artifact_file: str) -> None:
         """Write plain values as an artifact: as YAML if the file is called so, else as JSON."""
         self._keep_file(artifact_file, lambda path: logged_files.save_dict(dictionary, path))
+
+    def log_table(
+        self, data: Any, artifact_file: str, columns: Sequence[str] | None = None
+    ) -> None:
+        """Write a table, which MLflow's page shows as one. A second call adds rows.
+
+        `data`: columns by name, rows, or a DataFrame. `columns`: the names of rows without names.
+        """
+
+        folder, path = self._log.folder, str(PurePosixPath(artifact_file))
+
+        def written() -> Event:
+            with self._lock:  # Another thread may add rows.
+                before = folder.artifacts / path
+                save = functools.partial(tables.save, data, columns, before=before)
+                return logged_files.write(folder, path, save)
+
+        if self._keep_event(artifact_file, written):
+            with self._lock:
+                event = self._tables.add(path)
+                if event is not None and self.reopen():
+                    self._log(event)
 
     def log_figure(self, figure: Any, artifact_file: str) -> None:
         """Draw a figure of matplotlib or plotly as an artifact. Takes the time of the drawing."""
@@ -283,8 +319,8 @@ class TrackedRun:
     def _keep_file(self, name: str, save: Callable[[Path], object]) -> None:
         self._keep_event(name, lambda: logged_files.write(self._log.folder, name, save))
 
-    def _keep_event(self, what: str, make: Callable[[], Event]) -> None:
-        """Log the event that `make` returns. If that fails, a note has the reason."""
+    def _keep_event(self, what: str, make: Callable[[], Event]) -> bool:
+        """Log the event that `make` returns, and return True. If that fails, note the reason."""
 
         def keep() -> None:
             event = make()  # A copy takes long, and other threads log meanwhile.
@@ -294,9 +330,10 @@ class TrackedRun:
 
         with self._lock:
             is_open = self.reopen()
-        if is_open:
-            process_end.went_on()
-            self._guarded(f"{what} is not logged", keep)
+        if not is_open:
+            return False
+        process_end.went_on()
+        return self._guarded(f"{what} is not logged", keep)
 
     def latest(self) -> dict[str, Any] | None:
         """Return the state of the run's last checkpoint, on the CPU; None if it has none.
@@ -319,8 +356,8 @@ class TrackedRun:
             self._attempt.history.continue_from(step)
             return state
 
-    def _guarded(self, consequence: str, action: Callable[[], None]) -> None:
-        guarded(consequence, action, self._note)
+    def _guarded(self, consequence: str, action: Callable[[], None]) -> bool:
+        return guarded(consequence, action, self._note)
 
     def _note(self, text: str) -> None:
         with self._lock:

@@ -1,0 +1,84 @@
+"""Tables that a program logs, as MLflow's own `log_table` writes them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rankzero.events import TagsSet
+from rankzero.mlflow_store import limits
+from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.journal import read_all
+
+TAG = "mlflow.loggedArtifacts"
+"""MLflow's page shows the files that this tag lists as tables."""
+
+
+def save(data: Any, columns: Sequence[str] | None, path: Path, before: Path) -> None:
+    """Write a table. The rows of the table at `before`, if there is one, come first.
+
+    `data`: columns by name, rows with or without names of `columns`, or a DataFrame of pandas.
+    Raises ValueError for anything else.
+    """
+    import pandas  # It takes a second.
+
+    if path.suffix != ".json":
+        raise ValueError("the name of a table ends with .json")
+    if isinstance(data, Mapping):
+        data = {str(name): _plain(column) for name, column in data.items()}
+        if not any(isinstance(column, (list, tuple)) for column in data.values()):
+            data = [data]
+    elif not isinstance(data, pandas.DataFrame):
+        data = _plain(data)
+        if not isinstance(data, (list, tuple)):
+            raise ValueError(f"a table has columns, rows or a DataFrame, not {data!r:.80}")
+    names: Any = None if columns is None else list(columns)
+    parts = [pandas.DataFrame(data, columns=names)]
+    if before.exists():
+        try:
+            earlier = json.loads(before.read_text(encoding="utf-8"))
+            parts.insert(0, pandas.DataFrame(earlier["data"], columns=earlier["columns"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError("a file that is no table has this name") from error
+    pandas.concat(parts, ignore_index=True).to_json(
+        path,
+        orient="split",
+        index=False,
+        date_format="iso",
+        default_handler=lambda cell: cell.tolist() if hasattr(cell, "tolist") else str(cell),
+        double_precision=15,  # MLflow's call keeps ten digits.
+    )
+
+
+class ListedTables:
+    """The tables that MLflow's page lists. `tell` gets what is odd, with a key for it."""
+
+    def __init__(self, folder: RunFolder, tell: Callable[[str, str], None]) -> None:
+        self._folder, self._tell = folder, tell
+        self._known: list[dict[str, str]] | None = None
+
+    def add(self, path: str) -> TagsSet | None:
+        """Return the event that lists the table, or None if it is listed or there is no room."""
+        if self._known is None:  # An earlier attempt may have logged some.
+            events = (one for one in read_all(self._folder.events) if isinstance(one, TagsSet))
+            tags = [one.tags[TAG] for one in events if TAG in one.tags]
+            self._known = json.loads(tags[-1]) if tags else []
+        entry = {"path": path, "type": "table"}
+        if entry in self._known:
+            return None
+        value = json.dumps([*self._known, entry])
+        # MLflow would cut it, and read nothing of it.
+        if len(value) > limits.TAG_LENGTH:
+            most = len(self._known)
+            self._tell("tables", f"MLflow's page lists {most} tables of this run, others as files")
+            return None
+        self._known.append(entry)
+        return TagsSet(time.time(), {TAG: value})
+
+
+def _plain(values: Any) -> Any:
+    """Return a tensor, an array or one of their numbers as Python's own."""
+    return values.tolist() if hasattr(values, "tolist") else values
