@@ -6,6 +6,7 @@ import os
 import sqlite3
 import stat
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,26 @@ def test_recorder_log_has_no_secrets(tmp_path: Path) -> None:
         [os.sys.executable, "-c", program], capture_output=True, text=True, check=True
     )  # type: ignore[attr-defined]
     assert "unexpected" in done.stderr and "OSError" in done.stderr and URI not in done.stderr
+
+
+def test_recorder_log_that_a_disk_refuses_once_has_no_secrets_afterwards() -> None:
+    program = (
+        "import errno, io, logging, sys; from rankzero.redaction.text import log_without_secrets\n"
+        "class Disk(io.StringIO):\n"
+        "    refused = False\n"
+        "    def write(self, text):\n"
+        "        if not self.refused:\n"
+        "            self.refused = True\n"
+        "            raise OSError(errno.EIO, 'Input/output error')\n"
+        "        return super().write(text)\n"
+        "sys.stderr = Disk(); log_without_secrets(); log = logging.getLogger('rankzero.recorder')\n"
+        f"log.warning('failed: %s', 'password={URI}'); log.warning('next')\n"
+        "print(sys.stderr.getvalue())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip().endswith("WARNING next") and len(done.stdout.splitlines()) == 2
 
 
 def test_errors_are_redacted_on_every_way_into_the_journal(

@@ -121,6 +121,8 @@ def log_without_secrets() -> None:
     # Also in tracebacks: an error of a database has the password of its URL in it.
     handler.setFormatter(_RedactingFormatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.INFO)
+    # If a line cannot be written, `logging` would print its arguments without the formatter.
+    logging.raiseExceptions = False
 
 
 def _setting_without_secret(key: str, value: str) -> str:
