@@ -55,11 +55,11 @@ def unrecorded(goal: Goal | None = None, patience: float = 30.0, **options: Any)
     identity = Identity("r1", "0" * 32, "mine", "sqlite:////nowhere/mlflow.db")
     folder = RunFolder.open_or_create(Path("mlruns/runs").absolute(), identity)
 
-    def open_log() -> RunLog:
+    def open_log(_: Identity) -> RunLog:
         starts = [event for event in read_all(folder.events) if isinstance(event, RunStarted)]
         return RunLog(folder, Journal(folder.events), len(starts) + 1, NoRecorder(), patience)
 
-    return TrackedRun(open_log, goal or Goal(), **options)
+    return TrackedRun(open_log, identity, goal or Goal(), **options)
 
 
 def journal(run: TrackedRun) -> list[Any]:
@@ -491,13 +491,13 @@ def test_run_that_cannot_go_on_is_not_tried_at_each_value() -> None:
     first, tries = unrecorded(), list[int]()
     first.finish()
 
-    def open_log() -> RunLog:
+    def open_log(_: Identity) -> RunLog:
         tries.append(1)
         if len(tries) > 1:
             raise OSError("full")
         return RunLog(RunFolder(first.folder or Path()), None, 2, NoRecorder())
 
-    run = TrackedRun(open_log, Goal())
+    run = TrackedRun(open_log, RunFolder(first.folder or Path()).identity, Goal())
     run.finish()
     for step in range(100):
         run.log({"loss": 1.0}, step)

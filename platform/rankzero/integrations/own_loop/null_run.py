@@ -24,6 +24,9 @@ class NullTrackedRun(TrackedRun):
     def reopen(self) -> bool:
         return False
 
+    def child(self, *_: Any, **__: Any) -> TrackedRun:
+        return self
+
     def evaluated(self, *_: Any, **__: Any) -> bool:
         return False
 

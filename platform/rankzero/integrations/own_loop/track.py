@@ -83,10 +83,12 @@ def track(
     )
     if name is None:
         identity = _with_new_name(root / "runs", identity)
-    opened = functools.partial(_open_log, root / "runs", identity, mine, offline=offline)
+    open_log = functools.partial(_open_log, root / "runs", mine, offline=offline)
     settings = settings_without_secrets(params)
     named = name is not None
-    return TrackedRun(opened, goal or Goal(), keep, settings, offline=offline, named=named)
+    return TrackedRun(
+        open_log, identity, goal or Goal(), keep, settings, offline=offline, named=named
+    )
 
 
 def _goal_params(goal: Goal | None) -> dict[str, str]:
@@ -103,7 +105,7 @@ def _with_new_name(runs: Path, identity: Identity) -> Identity:
             return named
 
 
-def _open_log(runs: Path, identity: Identity, mine: ranks.Ranks, *, offline: bool) -> RunLog:
+def _open_log(runs: Path, mine: ranks.Ranks, identity: Identity, *, offline: bool) -> RunLog:
     folder = RunFolder.open_or_create(runs, identity)
     # As in a notebook, where a cell is run again. Two objects would write one journal.
     if folder.path in OPEN:

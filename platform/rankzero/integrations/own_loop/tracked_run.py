@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import is_exiting
 from pathlib import Path, PurePosixPath
@@ -20,7 +22,8 @@ from rankzero.integrations.own_loop.open_runs import OPEN
 from rankzero.integrations.own_loop.params import params_of
 from rankzero.integrations.own_loop.values import snapshot
 from rankzero.redaction.text import settings_without_secrets, url_without_secrets
-from rankzero.run_store import delivery_state
+from rankzero.run_store import delivery_state, names
+from rankzero.run_store.folder import Identity
 from rankzero.tracking.run_log import RunLog
 
 # The import of mlflow on a busy machine, and MLflow's answer.
@@ -37,7 +40,8 @@ class TrackedRun:
 
     def __init__(
         self,
-        open_log: Callable[[], RunLog],
+        open_log: Callable[[Identity], RunLog],
+        identity: Identity,
         goal: Goal,
         keep: int = 1,
         params: Mapping[str, str] | None = None,
@@ -47,8 +51,9 @@ class TrackedRun:
         named: bool = False,
     ) -> None:
         """`named`: whether MLflow may have a checkpoint of the run that this disk lacks."""
-        self._open_log, self._offline = open_log, offline
-        self._in_mlflow = named and not offline
+        self._open_log, self._identity, self._offline = open_log, identity, offline
+        self._named, self._children = named, list[TrackedRun]()
+        self._top = self
         self._goal, self._keep, self._params = goal, keep, dict(params or {})
         self._flush_rows = flush_rows
         self._told: set[str] = set()
@@ -60,7 +65,7 @@ class TrackedRun:
 
     def _begin(self) -> None:
         """Begin an attempt. Raises UserError if another process writes the run."""
-        self._log = self._open_log()
+        self._log = self._open_log(self._identity)
         self._attempt = Attempt(self._log, self._goal, self._keep, self._flush_rows, self._tell)
         self.unless_ended: BaseException | None = None
         """The error to assume if the process ends and nobody has ended the attempt."""
@@ -159,6 +164,8 @@ class TrackedRun:
         with self._lock:
             if not self._is_open:
                 return
+            for child in self._children:
+                child.finish(error)
             self._is_open = False
             self._at_exit.cancel()
             OPEN.pop(self._log.folder.path, None)
@@ -335,6 +342,48 @@ class TrackedRun:
         process_end.went_on()
         return self._guarded(f"{what} is not logged", keep)
 
+    def child(self, name: str, config: object = None) -> TrackedRun:
+        """Begin a run below this one, such as a fold's. Hold and end it as any run.
+
+        `name`: unique below this run; an existing child is continued. `config`: its own params. It
+        has this run's goal. The end of this run ends it.
+        """
+        from rankzero.integrations.own_loop.null_run import NullTrackedRun
+
+        params = {key: text for key, text in self._params.items() if key.startswith("goal.")}
+        top = self._top._log.folder  # Its courier delivers all that is below it.
+
+        def add_params() -> None:
+            params.update(settings_without_secrets(params_of(config)))
+
+        def open_log(identity: Identity) -> RunLog:
+            if not self.reopen():
+                raise UserError(f"{self.name} has ended and cannot continue")
+            log = self._open_log(identity)
+            if log.folder not in top.children:
+                top.add_child(identity.name)
+            return log
+
+        def begin() -> None:
+            identity = top.identity.child(f"{self.name}-{_plain(str(name))}")
+            if self._top is not self:
+                above = self._log.folder.identity.uuid
+                identity = dataclasses.replace(identity, parent_uuid=above)
+            run = TrackedRun(
+                *(open_log, identity, self._goal, self._keep, params, self._flush_rows),
+                offline=self._offline,
+                named=self._named,
+            )
+            # The end of a run is its children's, and a child's new attempt is one of its run. With
+            # a lock each, they could wait for each other.
+            run._top, run._lock = self._top, self._lock
+            self._children.append(run)
+
+        with self._lock:
+            self._guarded(f"the config of the child {name!r} is not logged", add_params)
+            begun = self._guarded(f"the child {name!r} is not tracked", begin)
+            return self._children[-1] if begun else NullTrackedRun()
+
     def latest(self) -> dict[str, Any] | None:
         """Return the state of the run's last checkpoint, on the CPU; None if it has none.
 
@@ -348,7 +397,7 @@ class TrackedRun:
             if self._is_open:
                 self._attempt.finish_checkpoints()
             found = last_checkpoint.load(
-                self._log.folder, self._log.notice, in_mlflow=self._in_mlflow
+                self._log.folder, self._log.notice, in_mlflow=self._named and not self._offline
             )
             if found is None:
                 return None
@@ -367,3 +416,9 @@ class TrackedRun:
         if about not in self._told:
             self._told.add(about)
             self._log.notice(text)
+
+
+def _plain(name: str) -> str:
+    """Return a child's name as a part of a folder's name, different for different names."""
+    plain, text = names.made_plain(name), name.encode("utf-8", "surrogatepass")
+    return plain if plain == name else f"{plain}-{zlib.crc32(text):08x}"
