@@ -61,12 +61,12 @@ class TrackedRun:
         # A handler of a signal may log while its thread logs.
         self._lock = threading.RLock()
         self._begin()
-        self._tables = tables.ListedTables(self._log.folder, self._tell)
+        self._tables = tables.ListedTables(self._log.folder, self.tell)
 
     def _begin(self) -> None:
         """Begin an attempt. Raises UserError if another process writes the run."""
         self._log = self._open_log(self._identity)
-        self._attempt = Attempt(self._log, self._goal, self._keep, self._flush_rows, self._tell)
+        self._attempt = Attempt(self._log, self._goal, self._keep, self._flush_rows, self.tell)
         self.unless_ended: BaseException | None = None
         """The error to assume if the process ends and nobody has ended the attempt."""
         self._attempt.start(self._params)
@@ -95,7 +95,7 @@ class TrackedRun:
             self._begin()
         except Exception as error:  # tracking must not end a training
             text = f"what is logged after the end of {self.name} is lost: {error}"
-            self._tell("reopen", text)
+            self.tell("reopen", text)
             self._refused_until = time.monotonic() + _REOPEN_SECONDS
         return self._is_open
 
@@ -384,6 +384,13 @@ class TrackedRun:
             begun = self._guarded(f"the child {name!r} is not tracked", begin)
             return self._children[-1] if begun else NullTrackedRun()
 
+    def tell(self, about: str, text: str) -> None:
+        """Note something for people, once for each `about`."""
+        with self._lock:
+            if about not in self._told:
+                self._told.add(about)
+                self._log.notice(text)
+
     def latest(self) -> dict[str, Any] | None:
         """Return the state of the run's last checkpoint, on the CPU; None if it has none.
 
@@ -410,11 +417,6 @@ class TrackedRun:
 
     def _note(self, text: str) -> None:
         with self._lock:
-            self._log.notice(text)
-
-    def _tell(self, about: str, text: str) -> None:
-        if about not in self._told:
-            self._told.add(about)
             self._log.notice(text)
 
 
