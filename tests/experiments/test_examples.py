@@ -24,7 +24,7 @@ GOALS = {
     "unet.py": "val/iou",
 }
 SMALL: dict[str, dict[str, Any]] = {
-    "finetune.py": {"pretrain_epochs": 1, "frozen_epochs": 1, "train.batch_size": 50},
+    "finetune.py": {"pretrain_epochs": 0, "frozen_epochs": 1, "train.batch_size": 50},
     "gan.py": {"width": 8, "samples": 256},
     "gpt.py": {"width": 16, "layers": 1, "context": 32, "train.eval_batch": 128},
     "lengths.py": {"width": 4, "step_words": 640},
