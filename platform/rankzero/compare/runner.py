@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rankzero import config
@@ -17,11 +16,13 @@ from rankzero.launch import failures
 from rankzero.launch.agent import Topology
 from rankzero.reporting.markdown import table
 from rankzero.reporting.run_facts import fold
-from rankzero.run_store.folder import Identity, RunFolder
+from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.training.profiling import profiler
 from rankzero.training.profiling.profiler import Profile
 from rankzero.tuning.reports.study_run import StudyRun
+from rankzero.tuning.trials import describe
+from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.follower import run_alone
 from rankzero.tuning.trials.host_process import Host
 from rankzero.tuning.trials.launcher import TrainLauncher
@@ -29,90 +30,66 @@ from rankzero.tuning.trials.launcher import TrainLauncher
 _POLL_SECONDS = 0.2
 
 
-@dataclasses.dataclass(frozen=True)
-class CompareContext:
-    """The machine, the experiment and the run of a comparison or a profile."""
-
-    host: Host
-    reference: Experiment
-    identity: Identity
-    runs: Path
-    device: str
-    gpus: int
-    notify: Callable[[str], None]
-    """Prints a line."""
-    offline: bool
-    """Whether the run is only recorded, and delivered to MLflow later."""
-    argv: Sequence[str]
-    """The command line."""
-    tags: Mapping[str, str]
-    """The user's tags."""
-
-
 def compare(
-    context: CompareContext, plan: Sequence[StrategyRun]
-) -> tuple[list[StrategyResult], list[str], RunFolder]:
-    """Train the same work under each strategy; return the rows, fairness warnings, and the run."""
-    with _open_run(context) as study:
-        # One after the other: side by side they would slow each other down.
-        rows = results.with_speed_ups([_measure(context, study, run) for run in plan])
-        threads_fixed = "OMP_NUM_THREADS" in os.environ
-        notes = results.warnings(rows, context.device == "cpu", threads_fixed)
-        verdict = tables.sentence(rows)
-        study.write_table("compare.json", tables.COLUMNS, [tables.cells(row) for row in rows])
-        study.write_description(f"**{verdict}**\n\n{tables.markdown(rows, notes)}\n")
-        with study.drawing():
-            plots.write_scaling(study.folder.artifacts, rows)
-        known = {
-            f"speed_up/{row.run.name}": row.speed_up for row in rows if row.speed_up is not None
-        }
-        study.finish(verdict, known)
-    return rows, notes, study.folder
+    study: StudyRun,
+    host: Host,
+    described: ExperimentDescription,
+    plan: Sequence[StrategyRun],
+    notify: Callable[[str], None],
+) -> tuple[list[StrategyResult], list[str]]:
+    """Train the same work under each strategy; return the rows, and fairness warnings.
+
+    `study`: the run that the results are artifacts of. `notify` prints a line.
+    """
+    # One after the other: side by side they would slow each other down.
+    rows = results.with_speed_ups([_measure(study, host, described, run, notify) for run in plan])
+    notes = results.warnings(rows, described.device == "cpu", "OMP_NUM_THREADS" in os.environ)
+    verdict = tables.sentence(rows)
+    study.write_table("compare.json", tables.COLUMNS, [tables.cells(row) for row in rows])
+    study.write_description(f"**{verdict}**\n\n{tables.markdown(rows, notes)}\n")
+    with study.drawing():
+        plots.write_scaling(study.folder.artifacts, rows)
+    study.finish(verdict, {f"speed_up/{row.run.name}": row.speed_up for row in rows})
+    return rows, notes
 
 
-def profile(context: CompareContext, processes: int) -> tuple[Profile, RunFolder]:
+def profile(study: StudyRun, host: Host, described: ExperimentDescription) -> Profile:
     """Profile a few steady steps, as a run of their own with the traces. Raises RunFailed."""
-    with _open_run(context) as study:
-        artifacts = study.folder.artifacts
-        found = _profiled(context, context.reference, processes, artifacts / "profile", trace=True)
-        verdict, costs = tables.verdict(found), table(*tables.costs(found))
-        where = "Traces: `profile/`, for ui.perfetto.dev"
-        study.write_description(f"{verdict}\n\n{costs}\n\n{where}\n")
-        shares = {"compute": found.breakdown.compute, **dataclasses.asdict(found.breakdown)}
-        with study.drawing():
-            plots.write_step(artifacts / "figures" / "step_time.png", found)
-        summary = {
-            "step_seconds": found.step_seconds,
-            "samples_per_second": found.batch_size / found.step_seconds,
-            **{f"{name}_fraction": share for name, share in shares.items()},
-        }
-        study.finish(verdict, summary)
-    return found, study.folder
-
-
-def _open_run(context: CompareContext) -> AbstractContextManager[StudyRun]:
-    """Return the run that the results are artifacts of."""
-    return StudyRun.open(
-        context.runs,
-        context.identity,
-        context.reference,
-        context.argv,
-        offline=context.offline,
-        tags=context.tags,
-    )
+    artifacts, experiment = study.folder.artifacts, describe.mirrored(described)
+    folder = artifacts / "profile"
+    found = _profiled(study, host, experiment, described.processes, folder, trace=True)
+    verdict, costs = tables.verdict(found), table(*tables.costs(found))
+    where = "Traces: `profile/`, for ui.perfetto.dev"
+    study.write_description(f"{verdict}\n\n{costs}\n\n{where}\n")
+    shares = {"compute": found.breakdown.compute, **dataclasses.asdict(found.breakdown)}
+    with study.drawing():
+        plots.write_step(artifacts / "figures" / "step_time.png", found)
+    summary = {
+        "step_seconds": found.step_seconds,
+        "samples_per_second": found.batch_size / found.step_seconds,
+        **{f"{name}_fraction": share for name, share in shares.items()},
+    }
+    study.finish(verdict, summary)
+    return found
 
 
 def _profiled(
-    context: CompareContext, experiment: Experiment, processes: int, folder: Path, *, trace: bool
+    study: StudyRun,
+    host: Host,
+    experiment: Experiment,
+    processes: int,
+    folder: Path,
+    *,
+    trace: bool,
 ) -> Profile:
     folder.mkdir(parents=True, exist_ok=True)
-    file, failure_folder = context.identity.experiment_file or "", folder / "failures"
+    file, failure_folder = study.folder.identity.experiment_file or "", folder / "failures"
     request = profiler.ProfileRequest(
         file, config.to_yaml(experiment), str(folder), str(failure_folder), trace
     )
-    context.host.run(profiler.main, Topology(processes), request, folder / "logs")
+    host.run(profiler.main, Topology(processes), request, folder / "logs")
     # `has_ended` waits, so this is no busy loop.
-    while not context.host.has_ended(_POLL_SECONDS):
+    while not host.has_ended(_POLL_SECONDS):
         pass
     # Rank 0 writes this file last, so without it the profile failed.
     if not (folder / "profile.json").exists():
@@ -122,23 +99,29 @@ def _profiled(
     return profiler.read(folder)
 
 
-def _measure(context: CompareContext, study: StudyRun, run: StrategyRun) -> StrategyResult:
+def _measure(
+    study: StudyRun,
+    host: Host,
+    described: ExperimentDescription,
+    run: StrategyRun,
+    notify: Callable[[str], None],
+) -> StrategyResult:
     """Train under one strategy, then profile it: the profile shows what limits it."""
-    if run.strategy == "dp" and run.devices != context.gpus > 0:
-        reason = f"dp takes all {context.gpus} GPUs that it sees: set CUDA_VISIBLE_DEVICES"
+    if run.strategy == "dp" and run.devices != described.gpus > 0:
+        reason = f"dp takes all {described.gpus} GPUs that it sees: set CUDA_VISIBLE_DEVICES"
         return StrategyResult(run, reason=reason)
-    experiment = config.override(context.reference, {"train.strategy": run.strategy})
-    name, topology = f"{context.identity.name}-{run.name}", Topology(run.processes)
-    launcher = TrainLauncher(context.host, study.folder, topology, study.environment)
+    experiment = config.override(describe.mirrored(described), {"train.strategy": run.strategy})
+    name, topology = f"{study.folder.path.name}-{run.name}", Topology(run.processes)
+    launcher = TrainLauncher(host, study.folder, topology, study.environment)
     # Trained in full first. The profiler slows its steps, so their speed is not the result.
     trained = run_alone(launcher, experiment, name)
     # A strategy that cannot train here, such as dp without GPUs, is a row of the table.
     if trained.state != "COMPLETE":
-        context.notify(f"{run.name:10} not run: {trained.reason}")
+        notify(f"{run.name:10} not run: {trained.reason}")
         return StrategyResult(run, reason=trained.reason)
     folder, breakdown = study.folder.path / "profiles" / run.name, None
     try:
-        found = _profiled(context, experiment, run.processes, folder, trace=False)
+        found = _profiled(study, host, experiment, run.processes, folder, trace=False)
         breakdown = found.breakdown
     except RunFailed as error:
         study.log.notice(f"{run.name} could not be profiled: {error}")
@@ -148,8 +131,8 @@ def _measure(context: CompareContext, study: StudyRun, run: StrategyRun) -> Stra
     # The batch size is the same under every strategy: it is over all ranks.
     samples = curve.step * experiment.train.batch_size
     speed = summary.get("samples_per_second", samples / max(curve.seconds, 1e-9))
-    context.notify(f"{run.name:10} {speed:12,.0f} samples/s")
-    sampled = fold(read_all(RunFolder(context.runs / name).system(0)))
+    notify(f"{run.name:10} {speed:12,.0f} samples/s")
+    sampled = fold(read_all(RunFolder(study.folder.path.parent / name).system(0)))
     return StrategyResult(
         run,
         seconds=summary.get("train_seconds", curve.seconds),

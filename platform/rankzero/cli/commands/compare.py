@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
 
 from rankzero import config
 from rankzero.cli import options
@@ -14,12 +13,9 @@ from rankzero.cli.display.live import program
 from rankzero.cli.display.terminal import print_line, print_table, text_console
 from rankzero.errors import FAILED, UserError
 from rankzero.run_store.spoken_names import new_name
+from rankzero.tuning.reports.study_run import StudyRun
 from rankzero.tuning.trials import describe
 from rankzero.tuning.trials.describe import ExperimentDescription
-from rankzero.tuning.trials.host_process import Host
-
-if TYPE_CHECKING:
-    from rankzero.compare.runner import CompareContext
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,18 +42,18 @@ def run(arguments: argparse.Namespace) -> int:
             strategies = strategies if arguments.strategies else ["single", "dp", "ddp"]
             counts = counts if arguments.nproc else [1, described.gpus]
             plan = strategy_runs(strategies, counts)
-        context = _context(arguments, host, described)
-        rows, notes, folder = runner.compare(context, plan)
+        with _open_run(arguments, described) as study:
+            rows, notes = runner.compare(study, host, described, plan, print_line)
     head, body = tables.table(rows)
     print_table("the same work, compared", head, body)
     terminal = text_console()
     problems = [f"not run: {reason}" for reason in tables.reasons(rows)]
     for text in [*problems, *(f"not fair: {note}" for note in notes), tables.sentence(rows)]:
         terminal.print(text, soft_wrap=True)
-    delivery_notes.print_delivery(folder, offline=arguments.offline)
-    print(f"look:  {program()} ui   run: {folder.path.name}", flush=True)
+    delivery_notes.print_delivery(study.folder, offline=arguments.offline)
+    print(f"look:  {program()} ui   run: {study.folder.path.name}", flush=True)
     trained = any(row.speed_up is not None for row in rows)
-    return delivery_notes.exit_code(folder) if trained else FAILED
+    return delivery_notes.exit_code(study.folder) if trained else FAILED
 
 
 def add_arguments_profile(parser: argparse.ArgumentParser) -> None:
@@ -70,38 +66,26 @@ def run_profile(arguments: argparse.Namespace) -> int:
     settings = config.parse_assignments(arguments.settings)
     with search.host(arguments) as host:
         described = host.describe(arguments.experiment, settings, arguments.nproc)
-        context = _context(arguments, host, described)
-        profile, folder = runner.profile(context, described.processes)
+        with _open_run(arguments, described) as study:
+            profile = runner.profile(study, host, described)
     print_table("top costs", *tables.costs(profile))
     text_console().print(tables.verdict(profile), soft_wrap=True)
-    delivery_notes.print_delivery(folder, offline=arguments.offline)
-    print(f"trace: {folder.artifacts / 'profile'} (open in ui.perfetto.dev)")
+    delivery_notes.print_delivery(study.folder, offline=arguments.offline)
+    print(f"trace: {study.folder.artifacts / 'profile'} (open in ui.perfetto.dev)")
     print(f"look:  {program()} ui", flush=True)
-    return delivery_notes.exit_code(folder)
+    return delivery_notes.exit_code(study.folder)
 
 
-def _context(
-    arguments: argparse.Namespace, host: Host, described: ExperimentDescription
-) -> CompareContext:
-    """Return the context of a comparison or a profile: a new run in the store of the arguments."""
-    from rankzero.compare import runner
-
+def _open_run(
+    arguments: argparse.Namespace, described: ExperimentDescription
+) -> AbstractContextManager[StudyRun]:
+    """Return the new run of a comparison or a profile, for a ``with`` block."""
     runs = arguments.dir / "runs"
     name = arguments.study or new_name(runs, arguments.verb)
     if (runs / name).exists():
         raise UserError(f"there is a run {name!r} already: choose another --name")
-    return runner.CompareContext(
-        host=host,
-        reference=describe.mirrored(described),
-        identity=options.identity_for(arguments, name),
-        runs=runs,
-        device=described.device,
-        gpus=described.gpus,
-        notify=print_line,
-        offline=arguments.offline,
-        argv=sys.argv,
-        tags=options.tags_of(arguments),
-    )
+    identity = options.identity_for(arguments, name)
+    return search.open_run(arguments, identity, describe.mirrored(described))
 
 
 def _numbers(text: str) -> list[int]:

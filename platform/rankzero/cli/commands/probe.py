@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from rich.table import Table
 from rich.text import Text
 
-from rankzero.cli import options
 from rankzero.cli.commands import search
 from rankzero.cli.display.terminal import print_line, text_console
 from rankzero.tuning.probe import grid, probe_map, speed_knobs
 from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.probe.speed_knobs import EFFECT_COLUMNS
 from rankzero.tuning.reports import html_page, probe_figures
-from rankzero.tuning.reports.study_run import StudyRun
 from rankzero.tuning.space import settings_text
 
 _SHADES = ("grey30", "dark_red", "orange4", "gold3", "chartreuse4", "green3")  # slow to fast
@@ -31,12 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
         described, space = search.described_space(arguments, host)
         reference = space.reference
         identity = search.study_identity(arguments, reference, described.processes, "probe")
-        offline, runs = arguments.offline, arguments.dir / "runs"
         file = identity.experiment_file or ""
-        tags = options.tags_of(arguments)
-        with StudyRun.open(
-            runs, identity, reference, sys.argv, offline=offline, tags=tags
-        ) as study_run:
+        with search.open_run(arguments, identity, reference) as study_run:
             probe = probe_map.measure(space, described, file, arguments.dir, host, print_line)
             measured, effects = probe.cells, probe.effects
             figures = probe_figures.interactive(measured, effects)

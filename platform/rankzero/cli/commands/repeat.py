@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from rankzero import config
 from rankzero.catalog import lookup
 from rankzero.cli import launch_run, options
+from rankzero.cli.commands import search
 from rankzero.cli.commands.resume import RECORDER_SECONDS, class_of
 from rankzero.cli.commands.train import experiment_of
 from rankzero.cli.display import delivery_notes
@@ -63,17 +64,13 @@ def run(arguments: argparse.Namespace) -> int:
         if is_written(child):
             raise UserError(f"{child.path.name} is still training: wait until it has ended")
     with sole_launcher(folder, machines=1), SignalForwarder() as forwarder:
-        identity, params, offline = folder.identity, plan.params(), arguments.offline
-        tags = options.tags_of(arguments)
-        with StudyRun.open(
-            runs, identity, experiment, sys.argv, offline=offline, tags=tags, options=params
-        ) as study:
+        with search.open_run(arguments, folder.identity, experiment, plan.params()) as study:
             found = _train(arguments, study, plan, parts, forwarder)
             complete = all(one.finished for one in found)
             stopped = "" if complete or not forwarder.received else forwarder.received[0].name
             _finish(study, plan, found, experiment.goal, stopped)
         _print(folder.path.name, found, experiment.goal)
-        _deliver(folder, forwarder, offline=offline)
+        _deliver(folder, forwarder, offline=arguments.offline)
     if stopped:
         print(f"stopped by {stopped}; continue: {program()} repeat {folder.path.name}", flush=True)
         return RESUMABLE

@@ -9,7 +9,8 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rankzero import config, experiment_file
@@ -30,6 +31,7 @@ from rankzero.telemetry.host import usable_cores
 from rankzero.tuning import knobs
 from rankzero.tuning.objective import NAMES
 from rankzero.tuning.options import PRUNERS, SAMPLERS, SearchOptions, default_storage
+from rankzero.tuning.reports.study_run import StudyRun
 from rankzero.tuning.space import Space, make_space
 from rankzero.tuning.trials import describe
 from rankzero.tuning.trials.describe import ExperimentDescription
@@ -159,6 +161,24 @@ def study_identity(
     )
     _refuse_other(RunFolder(arguments.dir / "runs" / identity.name), verb)
     return identity
+
+
+def open_run(
+    arguments: argparse.Namespace,
+    identity: Identity,
+    reference: Experiment,
+    params: Mapping[str, str] | None = None,
+) -> AbstractContextManager[StudyRun]:
+    """Return a run that is the parent of others, for a ``with`` block; `params`: further ones."""
+    return StudyRun.open(
+        arguments.dir / "runs",
+        identity,
+        reference,
+        sys.argv,
+        offline=arguments.offline,
+        tags=options.tags_of(arguments),
+        options=params,
+    )
 
 
 def _refuse_other(folder: RunFolder, verb: str) -> None:
