@@ -55,7 +55,13 @@ def find(runs: Path, name_or_id: str) -> RunFolder | None:
     UserError if several runs have that name there, and InvalidRunFolder if a link leads out of the
     folder.
     """
-    same = _candidates(runs, name_or_id)
+    if names.is_plain(name_or_id) and (runs / name_or_id / _IDENTITY).exists():
+        same = [RunFolder(runs / name_or_id)]
+    else:
+        known = listed(runs)
+        # A copy of a folder has the same id: the newer one is used.
+        same = [run.folder for run in known if run.mlflow_run_id == name_or_id][:1]
+        same = same or [run.folder for run in known if run.shown_name == name_or_id]
     if len(same) > 1:
         raise UserError(
             f"{len(same)} runs have the name {names.shown(name_or_id)} in MLflow: give one of "
@@ -65,15 +71,6 @@ def find(runs: Path, name_or_id: str) -> RunFolder | None:
         return None
     symlinks.refuse(same[0].path)
     return same[0]
-
-
-def _candidates(runs: Path, name_or_id: str) -> list[RunFolder]:
-    if names.is_plain(name_or_id) and (runs / name_or_id / _IDENTITY).exists():
-        return [RunFolder(runs / name_or_id)]
-    known = listed(runs)
-    # A copy of a folder has the same id: the newer one is used.
-    same = [run.folder for run in known if run.mlflow_run_id == name_or_id][:1]
-    return same or [run.folder for run in known if run.shown_name == name_or_id]
 
 
 def require(runs: Path, name_or_id: str) -> RunFolder:
