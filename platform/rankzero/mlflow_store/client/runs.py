@@ -61,24 +61,17 @@ class MlflowRuns:
         experiment = self._client.get_experiment_by_name(identity.experiment)
         if experiment is None:
             return None
-        runs = self._client.search_runs(
-            [experiment.experiment_id], f"tags.`rankzero.uuid` = '{identity.uuid}'", max_results=1
-        )
-        return RunRecord.of(runs[0]) if runs else None
+        uuid = f"tags.`rankzero.uuid` = '{identity.uuid}'"
+        return self._newest([experiment.experiment_id], uuid)
 
     def find_namesake(self, identity: Identity) -> RunRecord | None:
         """Return the newest other run of RankZero with this name and experiment, or None."""
         experiment = self._client.get_experiment_by_name(identity.experiment)
         if experiment is None:
             return None
-        runs = self._client.search_runs(
-            [experiment.experiment_id],
-            f"attributes.run_name = '{identity.name}' "
-            f"and tags.`rankzero.uuid` != '{identity.uuid}'",
-            max_results=1,
-            order_by=["attributes.start_time DESC"],
-        )
-        return RunRecord.of(runs[0]) if runs else None
+        named = f"attributes.run_name = '{identity.name}'"
+        others = f"{named} and tags.`rankzero.uuid` != '{identity.uuid}'"
+        return self._newest([experiment.experiment_id], others)
 
     def start_attempt(self, run_id: str, event: RunStarted) -> None:
         """Set the run to RUNNING and log its params and tags."""
@@ -165,17 +158,13 @@ class MlflowRuns:
         with contextlib.suppress(MlflowException):
             return RunRecord.of(self._run(name_or_id))
         name = name_or_id.replace("'", "")
-        runs = self._client.search_runs(
-            [experiment.experiment_id for experiment in self._client.search_experiments()],
-            f"attributes.run_name = '{name}'",
-            max_results=1,
-            order_by=["attributes.start_time DESC"],
-        )
-        if not runs:
+        experiments = [one.experiment_id for one in self._client.search_experiments()]
+        found = self._newest(experiments, f"attributes.run_name = '{name}'")
+        if found is None:
             raise TrackingError(
                 f"no run is called {name_or_id!r} in {url_without_secrets(self._uri)}"
             )
-        return RunRecord.of(runs[0])
+        return found
 
     def experiment_name(self, experiment_id: str) -> str:
         """Return the name of an experiment."""
@@ -217,6 +206,13 @@ class MlflowRuns:
         found = self._client.get_metric_history(run_id, key)
         points = [MetricPoint(one.key, one.value, one.timestamp, one.step) for one in found]
         return sorted(points, key=lambda point: (point.step, point.milliseconds))
+
+    def _newest(self, experiment_ids: list[str], condition: str) -> RunRecord | None:
+        newest_first = ["attributes.start_time DESC"]
+        runs = self._client.search_runs(
+            experiment_ids, condition, max_results=1, order_by=newest_first
+        )
+        return RunRecord.of(runs[0]) if runs else None
 
     def _run(self, run_id: str) -> Run:
         run = self._client.get_run(run_id)
