@@ -84,7 +84,14 @@ def rendered(config: object) -> dict[str, str]:
 
 def to_yaml(config: object, instead: Mapping[str, str] | None = None) -> str:
     """Return `config` as YAML, nested by group. `instead` replaces the values of its keys."""
-    return yaml_text.dump(_nested(config, instead or {}))
+    nested: dict[str, Any] = {}
+    for leaf in leaves(config):
+        *groups, name = leaf.key.split(".")
+        value = (instead or {}).get(leaf.key, leaf.value)
+        place = functools.reduce(lambda outer, group: outer.setdefault(group, {}), groups, nested)
+        # YAML has no tuples.
+        place[name] = list(value) if isinstance(value, tuple) else value
+    return yaml_text.dump(nested)
 
 
 def from_yaml(cls: type[Config], text: str) -> Config:
@@ -191,18 +198,6 @@ def _shown(value: Any) -> str:
     if len(text) <= _LONGEST_SHOWN:
         return repr(text)
     return f"{text[:_LONGEST_SHOWN]!r}… of {len(text):,} characters"
-
-
-def _nested(config: object, instead: Mapping[str, str], prefix: str = "") -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for field in dataclasses.fields(config):  # type: ignore[arg-type]
-        name, value = field.name.rstrip("_"), getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            value = _nested(value, instead, f"{prefix}{name}.")
-        value = instead.get(prefix + name, value)
-        # YAML has no tuples.
-        nested[name] = list(value) if isinstance(value, tuple) else value
-    return nested
 
 
 def dotted(nested: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
