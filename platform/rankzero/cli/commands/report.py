@@ -118,7 +118,7 @@ def _show_study(arguments: argparse.Namespace, name: str) -> None:
     """Print a study's trials and its verdict. Raises UserError if there is no such study."""
     # Optuna takes a second to import, and a report on a run does not need it.
     from rankzero.tuning.options import default_storage
-    from rankzero.tuning.reports.study_run import SHOWN_COLUMNS, row_of
+    from rankzero.tuning.reports.study_run import SHOWN_COLUMNS, texts_of
     from rankzero.tuning.session import CONFIRMATIONS
     from rankzero.tuning.study import find_study
     from rankzero.tuning.verdict.confirm import by_trial
@@ -127,8 +127,7 @@ def _show_study(arguments: argparse.Namespace, name: str) -> None:
     study = find_study(storage, name)
     trials, facts, terminal = study.trials(), study.facts, table_console()
     head = [_SHORT.get(column, column) for column in SHOWN_COLUMNS]
-    rows = [[_cell(row_of(trial)[column]) for column in SHOWN_COLUMNS] for trial in trials]
-    print_table(f"{study.name}: {len(trials)} trials", head, rows)
+    print_table(f"{study.name}: {len(trials)} trials", head, map(texts_of, trials))
     # In a column of its own, a reason would leave no room for the numbers.
     for trial in trials:
         if reason := trial.facts.get("reason"):
@@ -140,11 +139,3 @@ def _show_study(arguments: argparse.Namespace, name: str) -> None:
         terminal.print(Text(f"objective: {facts['objective']}"))
     verdict = facts.get("sentence") or "No verdict yet: the same search command resumes it."
     terminal.print(Text(verdict))
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return str(value)

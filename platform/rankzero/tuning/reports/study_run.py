@@ -123,7 +123,10 @@ class StudyRun:
     def write_table(self, name: str, columns: Sequence[str], rows: Sequence[list[Any]]) -> None:
         """Write a table in the form that MLflow's artifact viewer shows as one."""
         # JSON has no NaN, and MLflow's viewer would show no table.
-        data = [[None if _is_odd(value) else value for value in row] for row in rows]
+        data = [
+            [None if isinstance(one, float) and not math.isfinite(one) else one for one in row]
+            for row in rows
+        ]
         self.write(name, json.dumps({"columns": columns, "data": data}))
 
     def write_description(self, markdown: str) -> None:
@@ -132,7 +135,7 @@ class StudyRun:
 
     def write_trials(self, trials: Sequence[Trial]) -> None:
         """Write the trials as tables: for MLflow's artifact viewer, and for spreadsheets."""
-        rows = [list(row_of(trial).values()) for trial in trials]
+        rows = [list(_row_of(trial).values()) for trial in trials]
         self.write_table("trials.json", _COLUMNS, rows)
         table = io.StringIO()
         csv.writer(table).writerows([_COLUMNS, *rows])
@@ -147,18 +150,20 @@ class StudyRun:
                 self.write_table(name, list(rows[0]), [list(row.values()) for row in rows])
 
 
-def _is_odd(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
-
-
 def _known(values: Mapping[str, float | None]) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
-def row_of(trial: Trial) -> dict[str, Any]:
+def _row_of(trial: Trial) -> dict[str, Any]:
     """Return a trial's row of the table of trials, by column."""
     known = {"trial": trial.number, "state": trial.state, "value": trial.value, **trial.facts}
     return {column: known.get(column) for column in _COLUMNS}
+
+
+def texts_of(trial: Trial) -> list[str]:
+    """Return a trial's values of `SHOWN_COLUMNS` as text."""
+    row = _row_of(trial)
+    return [_text(row[column]) for column in SHOWN_COLUMNS]
 
 
 def trials_markdown(trials: Sequence[Trial]) -> str:
@@ -167,7 +172,8 @@ def trials_markdown(trials: Sequence[Trial]) -> str:
         name.replace("_per_second", "/s").replace("_", " ") + "&emsp;" for name in SHOWN_COLUMNS
     ]
     ranked = sorted(trials, key=lambda trial: (trial.value is None, trial.rank, trial.number))
-    rows = [[_cell(row_of(trial)[name]) for name in SHOWN_COLUMNS] for trial in ranked]
+    # MLflow sets a table's columns without a gap.
+    rows = [[text and f"{text}&emsp;" for text in texts_of(trial)] for trial in ranked]
     return markdown.table(head, rows)
 
 
@@ -183,10 +189,7 @@ def sweet_spot_yaml(experiment: Experiment, verdict: str, command: str) -> str:
     return f"# {verdict}\n# Use it: {command}\n{settings}"
 
 
-def _cell(value: Any) -> str:
-    """Return a value as text. MLflow sets a table's columns without a gap, so add one."""
-    if value is None:
-        return ""
+def _text(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:,.0f}&emsp;" if abs(value) >= 1000 else f"{value:.4g}&emsp;"
-    return f"{value}&emsp;"
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return "" if value is None else str(value)
