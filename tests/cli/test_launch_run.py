@@ -55,7 +55,7 @@ def finish(
     experiment = config.override(
         experiment_file.load(str(TINY))(), {"train.mlflow.log_model": True}
     )
-    tried = launch_run.LaunchPlan(folder, experiment, agent.Topology(1), folder.path.parent, [])
+    tried = launch_run.LaunchPlan(folder, experiment, agent.Topology(1), folder.path.parent)
     launch_run._finish_delivery(tried, console, hurried)  # type: ignore[arg-type]
     return console.notices
 
@@ -64,7 +64,7 @@ def without_rank_zero(folder: RunFolder, *, stopped: bool) -> tuple[int, list[st
     """Report a launch whose ranks did not come up; return the exit code and what is said."""
     console = Told(None)
     plan = launch_run.LaunchPlan(
-        folder, experiment_file.load(str(TINY))(), agent.Topology(1), folder.path.parent, []
+        folder, experiment_file.load(str(TINY))(), agent.Topology(1), folder.path.parent
     )
     result = agent.LaunchResult("FAILED", "stopped by SIGTERM before it began")
     code = launch_run._report_without_attempt(plan, result, console, stopped=stopped)  # type: ignore[arg-type]

@@ -7,15 +7,16 @@ import ast
 import dataclasses
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from rankzero import config
 from rankzero.catalog import lookup
 from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.data_wait import DataWait
 from rankzero.cli.display.live import Console
-from rankzero.cli.out_of_memory import with_half_the_micro_batch
 from rankzero.errors import FAILED, FINISHED, RESUMABLE, RunFailed, UserError
 from rankzero.experiment import Experiment, Train
 from rankzero.launch import agent, failures
@@ -52,7 +53,6 @@ class LaunchPlan:
     topology: agent.Topology
     root: Path
     """The folder of the embedded store and of the runs."""
-    argv: Sequence[str]
     tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Tags of the MLflow run, besides those of its provenance."""
     resumes: bool = False
@@ -74,9 +74,7 @@ def run(plan: LaunchPlan, forwarder: SignalForwarder | None = None) -> int:
         with SignalForwarder() as forwarder:
             return run(plan, forwarder)
     console, result, started = _launch(plan, forwarder)
-    while result.status == "FAILED" and (
-        halving := with_half_the_micro_batch(plan.experiment, plan.topology, plan.folder)
-    ):
+    while result.status == "FAILED" and (halving := _with_half_the_micro_batch(plan)):
         size, experiment = halving
         halved = f"{plan.tags.get(OUT_OF_MEMORY, f'micro-batch {size}')} -> {size // 2}"
         tags = {**plan.tags, OUT_OF_MEMORY: halved}
@@ -104,7 +102,7 @@ def _launch(
     folder, train = plan.folder, plan.experiment.train
     before = lookup.journal_bytes(folder)
     # For each launch: code and environment may have changed since the run's last attempt.
-    tags = provenance.record(folder.artifacts, plan.argv, folder.identity.experiment_file)
+    tags = provenance.record(folder.artifacts, sys.argv, folder.identity.experiment_file)
     tags |= plan.tags
     request = request_for(folder, plan.experiment, tags, resumes=plan.resumes, offline=plan.offline)
     advice = DataWait(train.workers, plan.topology.processes, len(usable_cores()))
@@ -112,6 +110,30 @@ def _launch(
     with console:
         result = agent.run(plan.topology, worker.main, request, folder.path / "logs", forwarder)
     return console, result, lookup.attempt_started(folder, before)
+
+
+def _with_half_the_micro_batch(plan: LaunchPlan) -> tuple[int, Experiment] | None:
+    """Return the micro-batch that was too large and an experiment with half of it.
+
+    None if the attempt failed for another reason, or if the micro-batch cannot be halved.
+    """
+    from rankzero.training import strategies
+    from rankzero.training.data.order import micro_batch_size
+
+    train, topology = plan.experiment.train, plan.topology
+    first = failures.first(plan.folder.failures)
+    if first is None or first.kind is not failures.FailureKind.OUT_OF_MEMORY:
+        return None
+    # With several machines, only one of them knows why the ranks ended.
+    if train.limits.oom == "fail" or topology.nodes > 1 or train.strategy == "pp":
+        return None
+    size = micro_batch_size(train, strategies.shards(train.strategy, topology.processes))
+    if size % 2:
+        return None
+    # An evaluation may be what needs the memory.
+    smaller = train.eval_batch and max(1, train.eval_batch // 2)
+    changes = {"train.micro_batch": size // 2, "train.eval_batch": smaller}
+    return size, config.override(plan.experiment, changes)
 
 
 def _report_without_attempt(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 
 from rankzero import config
@@ -145,7 +144,6 @@ def _train(
                 experiment,
                 topology,
                 arguments.dir,
-                sys.argv,
                 tags=provenance.tags_of_user(options.tags_of(arguments)),
                 offline=arguments.offline,
                 is_part=True,

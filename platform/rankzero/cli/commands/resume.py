@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import sys
 from pathlib import Path
 
 from rankzero import config, experiment_file
@@ -42,33 +41,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     agent.warm_up()
     folder = _folder(arguments)
-    with sole_launcher(folder, arguments.nnodes):
-        return _resume(folder, arguments)
-
-
-def _resume(folder: RunFolder, arguments: argparse.Namespace) -> int:
     name, offline = folder.path.name, arguments.offline
-    if is_written(folder):
-        raise UserError(f"{name} is still training: stop it first, or wait until it has ended")
-    joins = arguments.nnodes > 1 and not folder.events.exists() and not lookup.mlflow_id(folder)
-    if joins:  # another machine, whose settings all ranks use in the end
-        changes = config.parse_assignments(arguments.settings)
-        experiment = with_changes(class_of(folder, arguments.dir)(), changes)
-    else:
-        experiment = _experiment(folder, arguments)
-        _set_processes(_require_checkpoint(folder, offline), arguments)
-    topology = launch_run.topology_of(arguments, experiment.train)
-    if not joins:
-        if not offline:
-            uris.prepare_store(folder.identity.tracking_uri)
-        # Now, so that `rankzero runs` does not close the run while its ranks start.
-        if folder.events.exists():
-            sync.close_if_dead(folder, RECORDER_SECONDS)
-        write_config(folder, experiment)
-    plan = launch_run.LaunchPlan(
-        folder, experiment, topology, arguments.dir, sys.argv, resumes=True, offline=offline
-    )
-    return launch_run.run(plan)
+    with sole_launcher(folder, arguments.nnodes):
+        if is_written(folder):
+            raise UserError(f"{name} is still training: stop it first, or wait until it has ended")
+        joins = arguments.nnodes > 1 and not folder.events.exists() and not lookup.mlflow_id(folder)
+        if joins:  # another machine, whose settings all ranks use in the end
+            changes = config.parse_assignments(arguments.settings)
+            experiment = with_changes(class_of(folder, arguments.dir)(), changes)
+        else:
+            experiment = _experiment(folder, arguments)
+            _set_processes(_require_checkpoint(folder, offline), arguments)
+        topology = launch_run.topology_of(arguments, experiment.train)
+        if not joins:
+            if not offline:
+                uris.prepare_store(folder.identity.tracking_uri)
+            # Now, so that `rankzero runs` does not close the run while its ranks start.
+            if folder.events.exists():
+                sync.close_if_dead(folder, RECORDER_SECONDS)
+            write_config(folder, experiment)
+        plan = launch_run.LaunchPlan(
+            folder, experiment, topology, arguments.dir, resumes=True, offline=offline
+        )
+        return launch_run.run(plan)
 
 
 def _folder(arguments: argparse.Namespace) -> RunFolder:

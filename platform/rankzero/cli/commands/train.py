@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from rankzero import config, experiment_file
@@ -34,16 +33,14 @@ def run(arguments: argparse.Namespace) -> int:
         # The machine that created the folder writes the settings that all ranks use.
         if not joined:
             write_config(folder, experiment)
-        offline = arguments.offline
         plan = launch_run.LaunchPlan(
             folder,
             experiment,
             topology,
             arguments.dir,
-            sys.argv,
             tags=options.tags_of(arguments),
             joined=joined,
-            offline=offline,
+            offline=arguments.offline,
         )
         return launch_run.run(plan)
 
