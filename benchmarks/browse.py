@@ -49,12 +49,8 @@ QUIET = "localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', '
 def fill(root: Path, runs: int, points: int) -> None:
     """Make a store with one real run and its copies."""
     words = [
-        HERE.parent / "experiments" / "digits.py",
-        "train.epochs=1",
-        "--experiment-name",
-        NAME,
-        "--dir",
-        root,
+        *(HERE.parent / "experiments" / "digits.py", "train.epochs=1"),
+        *("--experiment-name", NAME, "--dir", root),
     ]
     run(rankzero("train", *words), environment(), root.parent)
     run(rankzero("sync", "--dir", root), environment(), root.parent)
@@ -288,12 +284,8 @@ def main() -> None:
 def _measure(root: Path, copy: Path, options: argparse.Namespace) -> dict[str, Any]:
     ports = {"rankzero ui": _free_port(), "mlflow server": _free_port()}
     plain = [
-        sys.executable,
-        "-m",
-        "mlflow",
-        "server",
-        "--backend-store-uri",
-        f"sqlite:///{copy}/mlflow.db",
+        *(sys.executable, "-m", "mlflow", "server"),
+        *("--backend-store-uri", f"sqlite:///{copy}/mlflow.db"),
     ]
     commands = [rankzero("ui", "--dir", root, "--port", ports["rankzero ui"])]
     commands += [[*plain, "--port", str(ports["mlflow server"])]]

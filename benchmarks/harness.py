@@ -100,12 +100,8 @@ def environment(**extra: str) -> dict[str, str]:
 
 def torchrun(*words: object) -> list[str]:
     return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", "2"),
         *map(str, words),
     ]
 

@@ -29,12 +29,8 @@ WANTED, STEPS, WORKLOAD = 1.8, 120, "Wide"
 def bare(processes: int, folder: Path) -> float:
     """Return a hand-written loop's steps per second."""
     command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(processes),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(processes)),
     ]
     run(
         [*command, str(HERE / "bare.py"), WORKLOAD, str(STEPS), str(folder / "bare.json")],
@@ -49,14 +45,8 @@ def ours(processes: int, folder: Path) -> float:
     name = f"run-{time.monotonic_ns()}"
     run(
         rankzero(
-            "train",
-            f"{HERE}/workloads.py:{WORKLOAD}",
-            "--nproc",
-            processes,
-            "--run-name",
-            name,
-            f"train.steps={STEPS}",
-            f"train.eval_every={STEPS}",
+            *("train", f"{HERE}/workloads.py:{WORKLOAD}", "--nproc", processes),
+            *("--run-name", name, f"train.steps={STEPS}", f"train.eval_every={STEPS}"),
             "train.mlflow.log_model=false",
         ),
         environment(RANKZERO_DIR=str(folder / "mlruns")),

@@ -34,14 +34,8 @@ def tracked(folder: Path) -> float:
     label, start = f"run-{time.monotonic_ns()}", time.time()
     run(
         rankzero(
-            "train",
-            f"{HERE}/workloads.py:Mlp",
-            "--nproc",
-            2,
-            "--run-name",
-            label,
-            "train.steps=3",
-            "train.mlflow.log_model=false",
+            *("train", f"{HERE}/workloads.py:Mlp", "--nproc", 2, "--run-name", label),
+            *("train.steps=3", "train.mlflow.log_model=false"),
         ),
         environment(RANKZERO_DIR=str(folder / "mlruns")),
         folder,

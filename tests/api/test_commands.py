@@ -179,14 +179,8 @@ def test_settings_and_options_become_arguments(
         rankzero.search(experiment, minutes=2.5, nproc=2, no_probe=True, new=False, dir=tmp_path)
     assert called == [
         [
-            "search",
-            f"{TINY}:Tiny",
-            "train.epochs=7",
-            "lr=0.1",
-            "--minutes=2.5",
-            "--nproc=2",
-            f"--dir={tmp_path}",
-            "--no-probe",
+            *("search", f"{TINY}:Tiny", "train.epochs=7", "lr=0.1", "--minutes=2.5"),
+            *("--nproc=2", f"--dir={tmp_path}", "--no-probe"),
         ]
     ]
 

@@ -68,16 +68,8 @@ def test_planted_secrets_reach_neither_mlflow_nor_the_runs(rankzero: Command) ->
     }
     rankzero.environ |= planted
     code, output = rankzero(
-        "train",
-        "leaky.py",
-        "--run-name",
-        "leaky",
-        f"api_key={SETTING}",
-        "train.steps=5",
-        "--nproc",
-        2,
-        "--rdzv-id",
-        f"token={ARGUMENT}",
+        *("train", "leaky.py", "--run-name", "leaky", f"api_key={SETTING}", "train.steps=5"),
+        *("--nproc", 2, "--rdzv-id", f"token={ARGUMENT}"),
     )
     assert code == 1 and "ConnectionError" in output
     [folder] = rankzero.runs

@@ -124,14 +124,8 @@ def test_resume_that_fails_to_start_is_not_reported_as_the_attempt_before(
 
 def test_machine_that_waits_for_a_stopped_one_ends_with_a_message(rankzero: Command) -> None:
     words = (
-        "train",
-        TINY,
-        "--nproc",
-        1,
-        "--nnodes",
-        4,
-        "--rdzv-endpoint",
-        f"127.0.0.1:{free_port()}",
+        *("train", TINY, "--nproc", 1, "--nnodes", 4),
+        *("--rdzv-endpoint", f"127.0.0.1:{free_port()}"),
     )
     first, second = (rankzero.start(*words, "--dir", f"node_{number}") for number in (0, 1))
     # Both have joined once their stores' clients are connected. Nothing else shows it from outside.
@@ -163,15 +157,8 @@ def test_signal_to_every_process_leaves_a_checkpoint(rankzero: Command) -> None:
 def test_hangup_under_nohup_stops_nothing(rankzero: Command) -> None:
     """As when a terminal is closed: every process of the session gets it."""
     command = [
-        sys.executable,
-        "-m",
-        "rankzero",
-        "train",
-        str(TINY),
-        "--nproc",
-        "2",
-        "step_seconds=0.02",
-        "train.steps=150",
+        *(sys.executable, "-m", "rankzero", "train", str(TINY), "--nproc", "2"),
+        *("step_seconds=0.02", "train.steps=150"),
     ]
     process = subprocess.Popen(
         ["nohup", *command, "train.log_every=2"],
@@ -223,15 +210,8 @@ def test_second_signal_ends_the_training_without_a_restart(
     rankzero: Command,
 ) -> None:
     process = rankzero.start(
-        "train",
-        TINY,
-        "--nproc",
-        2,
-        "--max-restarts",
-        3,
-        "step_seconds=5",
-        "train.epochs=1000",
-        "--offline",
+        *("train", TINY, "--nproc", 2, "--max-restarts", 3, "step_seconds=5"),
+        *("train.epochs=1000", "--offline"),
     )
     wait_until(lambda: any(folder.events.exists() and starts(folder) for folder in rankzero.runs))
     for _ in range(2):
@@ -248,13 +228,8 @@ def test_stop_during_a_long_evaluation_leaves_a_checkpoint_in_time(
     rankzero: Command,
 ) -> None:
     settings = (
-        "train.steps=40",
-        "train.eval_every=20",
-        "train.batch_size=8",
-        "dropout=0.2",
-        "--nproc",
-        2,
-        "--offline",
+        *("train.steps=40", "train.eval_every=20", "train.batch_size=8", "dropout=0.2"),
+        *("--nproc", 2, "--offline"),
     )
     assert rankzero("train", CLOCKED, "--run-name", "straight", *settings)[0] == 0
     evaluating = rankzero.folder / "evaluating"

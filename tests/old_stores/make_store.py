@@ -52,16 +52,8 @@ ARCHIVE = HERE / f"mlruns-{COMMIT}.tar.xz"
 RUNS, DATABASE, STUDIES = (BASE / "mlruns" / name for name in ("runs", "mlflow.db", "studies.db"))
 PYTHON = BASE / "venv" / "bin" / "python"
 SEARCH = [
-    "exact.py",
-    "step_seconds=0.02",
-    "--nproc",
-    "1",
-    "--trials",
-    "3",
-    "--seeds",
-    "2",
-    "--challengers",
-    "1",
+    *("exact.py", "step_seconds=0.02", "--nproc", "1", "--trials", "3", "--seeds", "2"),
+    *("--challengers", "1"),
 ]
 LEFT_OUT = (".png", ".html")
 # A run of another machine looks alive while its files are new, so all of them get an old date.

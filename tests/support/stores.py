@@ -48,19 +48,10 @@ class Server:
         if self._process is not None:
             return
         command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "mlflow",
-            "server",
-            "--backend-store-uri",
-            self._database,
-            "--artifacts-destination",
-            str(self.root / "served"),
-            "--port",
-            str(self._port),
-            "--workers",
-            "1",
+            *(sys.executable, "-P", "-m", "mlflow", "server"),
+            *("--backend-store-uri", self._database),
+            *("--artifacts-destination", str(self.root / "served"), "--port", str(self._port)),
+            *("--workers", "1"),
         ]
         with (self.root / "server.log").open("ab") as log:
             self._process = subprocess.Popen(

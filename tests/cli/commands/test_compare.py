@@ -23,12 +23,7 @@ def mlflow_runs(rankzero: Command) -> dict[str, RunRecord]:
 @pytest.mark.timeout(200)
 def test_the_same_work_under_several_strategies(rankzero: Command) -> None:
     code, output = rankzero(
-        "compare",
-        LAYERED,
-        "--strategies",
-        "single,dp,ddp,fsdp,pp",
-        "--nproc",
-        "1,2",
+        *("compare", LAYERED, "--strategies", "single,dp,ddp,fsdp,pp", "--nproc", "1,2"),
         "train.steps=60",
     )
     assert code == 0, output

@@ -41,21 +41,8 @@ def gone(folder: Path, seconds: float = 30.0) -> bool:
 @pytest.mark.slow
 def test_a_search_from_the_probe_map_to_training_with_the_sweet_spot(rankzero: Command) -> None:
     code, output = rankzero(
-        "search",
-        TINY,
-        "train.epochs=8",
-        "goal.target=0.8",
-        "api_key=planted-secret",
-        "--nproc",
-        2,
-        "--trials",
-        4,
-        "--study",
-        "s",
-        "--seeds",
-        2,
-        "--challengers",
-        1,
+        *("search", TINY, "train.epochs=8", "goal.target=0.8", "api_key=planted-secret"),
+        *("--nproc", 2, "--trials", 4, "--study", "s", "--seeds", 2, "--challengers", 1),
     )
     assert code == 0, output
     assert (
@@ -120,21 +107,8 @@ def test_the_probe_decides_loading_processes_and_outlives_what_fails(
 @pytest.mark.timeout(300)
 def test_every_way_a_trial_can_end(rankzero: Command) -> None:
     code, output = rankzero(
-        "search",
-        MOODY,
-        "--nproc",
-        2,
-        "--trials",
-        6,
-        "--sampler",
-        "grid",
-        "--pruner",
-        "none",
-        "--no-probe",
-        "--silence-seconds",
-        8,
-        "--study",
-        "s",
+        *("search", MOODY, "--nproc", 2, "--trials", 6, "--sampler", "grid"),
+        *("--pruner", "none", "--no-probe", "--silence-seconds", 8, "--study", "s"),
     )
     assert code == 0, output
     study = find_study(default_storage(rankzero.folder / "mlruns"), "s")
@@ -173,22 +147,9 @@ def test_every_way_a_trial_can_end(rankzero: Command) -> None:
 @pytest.mark.slow
 def test_ctrl_c_keeps_the_study_and_the_same_command_resumes_it(rankzero: Command) -> None:
     words = (
-        "search",
-        TINY,
-        "train.epochs=15",
-        "step_seconds=0.01",
-        "goal.target=0.999",
-        "--nproc",
-        2,
-        "--trials",
-        3,
-        "--no-probe",
-        "--study",
-        "s",
-        "--seeds",
-        2,
-        "--challengers",
-        1,
+        *("search", TINY, "train.epochs=15", "step_seconds=0.01", "goal.target=0.999"),
+        *("--nproc", 2, "--trials", 3, "--no-probe", "--study", "s", "--seeds", 2),
+        *("--challengers", 1),
     )
     process = rankzero.start(*words)
     trial = rankzero.wait_for_step(20, "s-t01")
@@ -219,18 +180,8 @@ def test_ctrl_c_keeps_the_study_and_the_same_command_resumes_it(rankzero: Comman
 @pytest.mark.timeout(300)
 def test_sigkill_of_the_search_leaves_no_process_and_no_run_running(rankzero: Command) -> None:
     words = (
-        "search",
-        TINY,
-        "train.epochs=400",
-        "step_seconds=0.01",
-        "goal.target=0.999",
-        "--nproc",
-        2,
-        "--trials",
-        2,
-        "--no-probe",
-        "--study",
-        "s",
+        *("search", TINY, "train.epochs=400", "step_seconds=0.01", "goal.target=0.999"),
+        *("--nproc", 2, "--trials", 2, "--no-probe", "--study", "s"),
     )
     process = rankzero.start(*words)
     folder = rankzero.wait_for_step(20, "s-t00")
@@ -250,22 +201,9 @@ def test_sigkill_of_the_search_leaves_no_process_and_no_run_running(rankzero: Co
 def test_trials_side_by_side_and_a_second_command_that_helps(rankzero: Command) -> None:
     storage = f"sqlite:///{rankzero.folder / 'shared.db'}"
     words = (
-        "search",
-        MOODY.with_name("narrow.py"),
-        "train.epochs=9",
-        "step_seconds=0.05",
-        "goal.target=0.9999",
-        "--nproc",
-        1,
-        "--trials",
-        7,
-        "--pruner",
-        "none",
-        "--no-probe",
-        "--study",
-        "s",
-        "--storage",
-        storage,
+        *("search", MOODY.with_name("narrow.py"), "train.epochs=9", "step_seconds=0.05"),
+        *("goal.target=0.9999", "--nproc", 1, "--trials", 7, "--pruner", "none", "--no-probe"),
+        *("--study", "s", "--storage", storage),
     )
     leads = rankzero.start(*words, "--parallel", 2)
     rankzero.wait_for_step(1, "s-t00")

@@ -93,12 +93,8 @@ def test_two_processes_train_as_one_does(rankzero: Command) -> None:
 
 def test_sigterm_stops_with_a_checkpoint_and_resuming_is_exact(rankzero: Command) -> None:
     settings = (
-        "train.steps=60",
-        "train.log_every=2",
-        "train.eval_every=10",
-        "dropout=0.2",
-        "--nproc",
-        2,
+        *("train.steps=60", "train.log_every=2", "train.eval_every=10", "dropout=0.2"),
+        *("--nproc", 2),
     )
     assert rankzero("train", TINY, "--run-name", "straight", "--offline", *settings)[0] == 0
     process = rankzero.start("train", TINY, "--run-name", "stopped", "step_seconds=0.05", *settings)
@@ -184,16 +180,8 @@ def _rank_zero(folder: RunFolder) -> int:
 
 def test_killed_rank_restarts_from_its_checkpoint(rankzero: Command) -> None:
     process = rankzero.start(
-        "train",
-        TINY,
-        "--nproc",
-        2,
-        "--max-restarts",
-        1,
-        "step_seconds=0.03",
-        "train.steps=60",
-        "train.log_every=2",
-        "train.checkpoints.save_every=10",
+        *("train", TINY, "--nproc", 2, "--max-restarts", 1, "step_seconds=0.03"),
+        *("train.steps=60", "train.log_every=2", "train.checkpoints.save_every=10"),
     )
     folder = rankzero.wait_for_step(25)
     os.kill(_rank_zero(folder), signal.SIGKILL)
@@ -255,14 +243,8 @@ def test_hanging_rank_ends_the_run_and_is_named(rankzero: Command) -> None:
 def test_truncated_checkpoint_is_skipped(rankzero: Command) -> None:
     assert (
         rankzero(
-            "train",
-            TINY,
-            "train.steps=20",
-            "train.checkpoints.save_every=10",
-            "train.eval_every=5",
-            "train.checkpoints.keep=3",
-            "--run-name",
-            "torn",
+            *("train", TINY, "train.steps=20", "train.checkpoints.save_every=10"),
+            *("train.eval_every=5", "train.checkpoints.keep=3", "--run-name", "torn"),
             "--offline",
         )[0]
         == 0
@@ -340,17 +322,8 @@ def test_server_that_dies_slows_nothing_and_loses_nothing(
     rankzero.environ["RANKZERO_DELIVERY_GRACE_SECONDS"] = "3"
     with mlflow_server(tmp_path / "server") as (uri, _):
         process = rankzero.start(
-            "train",
-            TINY,
-            "--tracking-uri",
-            uri,
-            "--nproc",
-            2,
-            "--run-name",
-            "outage",
-            "step_seconds=0.02",
-            "train.steps=250",
-            "train.log_every=5",
+            *("train", TINY, "--tracking-uri", uri, "--nproc", 2, "--run-name", "outage"),
+            *("step_seconds=0.02", "train.steps=250", "train.log_every=5"),
         )
         folder = rankzero.wait_for_step(60)
     down = max(losses(folder))
@@ -436,14 +409,8 @@ def test_out_of_memory_of_an_earlier_start_is_ignored(
     rankzero: Command, later: str, ending: str
 ) -> None:
     words = (
-        "train",
-        TINY.with_name("layered.py"),
-        "--nproc",
-        2,
-        "--max-restarts",
-        1,
-        "most_samples=2",
-        "--offline",
+        *("train", TINY.with_name("layered.py"), "--nproc", 2, "--max-restarts", 1),
+        *("most_samples=2", "--offline"),
     )
     code, output = rankzero(*words, f"later={later}")
     assert code == (0 if ending == "FINISHED" else 1), output
@@ -458,16 +425,8 @@ def test_out_of_memory_of_an_earlier_start_is_ignored(
 def test_two_nodes_train_as_one(rankzero: Command, tmp_path: Path) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     words = (
-        "train",
-        TINY,
-        "--nproc",
-        1,
-        "--nnodes",
-        2,
-        "--rdzv-endpoint",
-        endpoint,
-        "train.steps=12",
-        "--offline",
+        *("train", TINY, "--nproc", 1, "--nnodes", 2, "--rdzv-endpoint", endpoint),
+        *("train.steps=12", "--offline"),
     )
     nodes = [
         rankzero.start(*words, f"lr=0.0{3 + number}", "--dir", tmp_path / f"node_{number}")
@@ -486,12 +445,7 @@ def test_two_nodes_train_as_one(rankzero: Command, tmp_path: Path) -> None:
     )  # rank 0's, whichever node that is
     assert (
         rankzero(
-            "train",
-            TINY,
-            "--run-name",
-            "alone",
-            "train.steps=12",
-            lr.replace(": ", "="),
+            *("train", TINY, "--run-name", "alone", "train.steps=12", lr.replace(": ", "=")),
             "--offline",
         )[0]
         == 0
@@ -501,16 +455,8 @@ def test_two_nodes_train_as_one(rankzero: Command, tmp_path: Path) -> None:
 
     held = first.path.parents[1]  # the other machine has neither settings nor checkpoints
     resume = (
-        "resume",
-        first.path.name,
-        "train.steps=16",
-        "--nproc",
-        1,
-        "--nnodes",
-        2,
-        "--rdzv-endpoint",
-        endpoint,
-        "--offline",
+        *("resume", first.path.name, "train.steps=16", "--nproc", 1, "--nnodes", 2),
+        *("--rdzv-endpoint", endpoint, "--offline"),
     )
     helped = next(tmp_path / name for name in ("node_0", "node_1") if tmp_path / name != held)
     nodes = [rankzero.start(*resume, "--dir", folder) for folder in (held, helped)]
@@ -522,18 +468,9 @@ def test_two_nodes_train_as_one(rankzero: Command, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_nodes_with_one_disk_share_a_name(rankzero: Command) -> None:
     words = (
-        "train",
-        TINY,
-        "--nproc",
-        1,
-        "--nnodes",
-        2,
-        "--rdzv-endpoint",
-        f"127.0.0.1:{free_port()}",
-        "train.steps=8",
-        "train.mlflow.log_model=true",
-        "--run-name",
-        "shared",
+        *("train", TINY, "--nproc", 1, "--nnodes", 2),
+        *("--rdzv-endpoint", f"127.0.0.1:{free_port()}", "train.steps=8"),
+        *("train.mlflow.log_model=true", "--run-name", "shared"),
     )
     nodes = [rankzero.start(*words) for _ in (0, 1)]
     outputs = [node.communicate(timeout=90)[0] for node in nodes]

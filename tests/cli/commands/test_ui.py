@@ -70,33 +70,15 @@ def _fill(rankzero: Command, gpus: dict[str, str]) -> None:
     """Side by side, what can be: it all waits for imports."""
     started = [
         rankzero.start(
-            "train",
-            TINY,
-            "train.steps=30",
-            "step_seconds=0.05",
-            f"lr={lr}",
-            "--run-name",
-            f"lr-{lr}",
+            *("train", TINY, "train.steps=30", "step_seconds=0.05", f"lr={lr}"),
+            *("--run-name", f"lr-{lr}"),
         )
         for lr in (0.05, 0.1)
     ]
     started += [
         rankzero.start(
-            "search",
-            TINY,
-            "train.epochs=6",
-            "goal.target=0.8",
-            "--nproc",
-            1,
-            "--trials",
-            3,
-            "--no-probe",
-            "--seeds",
-            2,
-            "--challengers",
-            1,
-            "--study",
-            STUDY,
+            *("search", TINY, "train.epochs=6", "goal.target=0.8", "--nproc", 1),
+            *("--trials", 3, "--no-probe", "--seeds", 2, "--challengers", 1, "--study", STUDY),
         )
     ]
     for process in started:

@@ -77,14 +77,8 @@ def test_best_model_is_logged_also_if_the_console_missed_the_end(
 def test_output_encoding_without_characters_breaks_nothing(rankzero: Command) -> None:
     rankzero.environ["PYTHONIOENCODING"] = "ascii"
     code, output = rankzero(
-        "train",
-        TINY,
-        "train.steps=10",
-        "--run-name",
-        "l\u00e4uft",
-        "--experiment-name",
-        "\u00dcbersicht \u2713",
-        "--offline",
+        *("train", TINY, "train.steps=10", "--run-name", "l\u00e4uft"),
+        *("--experiment-name", "\u00dcbersicht \u2713", "--offline"),
     )
     assert code == 0 and "Traceback" not in output, output
     assert r"l\xe4uft: FINISHED" in output and r"\xdcbersicht \u2713" in output, output

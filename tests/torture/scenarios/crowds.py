@@ -11,13 +11,8 @@ from torture.scenarios.training import TINY, ends, kill_one_of
 
 STEPS = 20
 SMALL = (
-    "--nproc",
-    1,
-    f"train.steps={STEPS}",
-    "train.log_every=4",
-    "train.eval_every=10",
-    "train.checkpoints.keep=1",
-    "train.mlflow.log_pictures=true",
+    *("--nproc", 1, f"train.steps={STEPS}", "train.log_every=4", "train.eval_every=10"),
+    *("train.checkpoints.keep=1", "train.mlflow.log_pictures=true"),
 )
 SECONDS_EACH = 30.0
 LATER_CROWD = 12

@@ -22,24 +22,9 @@ from torture.scenarios.training import TINY
 NARROW = TINY.with_name("narrow.py")
 TRIALS = 4
 SEARCH = (
-    "search",
-    NARROW,
-    "train.epochs=4",
-    "step_seconds=0.01",
-    "goal.target=0.9999",
-    "--nproc",
-    1,
-    "--trials",
-    TRIALS,
-    "--pruner",
-    "none",
-    "--no-probe",
-    "--study",
-    "s",
-    "--seeds",
-    2,
-    "--challengers",
-    1,
+    *("search", NARROW, "train.epochs=4", "step_seconds=0.01", "goal.target=0.9999"),
+    *("--nproc", 1, "--trials", TRIALS, "--pruner", "none", "--no-probe", "--study", "s"),
+    *("--seeds", 2, "--challengers", 1),
 )
 MOST_REPEATS = 6
 

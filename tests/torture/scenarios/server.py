@@ -141,12 +141,9 @@ def full_store_disk(ground: Ground, reference: Curves) -> None:
     with small_disk(root) as disk:
         (root / "mlflow.db").write_bytes(ground.empty.read_bytes())
         command = ground.start(
-            "train",
-            CLOCK,
+            *("train", CLOCK),
             *SLOW,
-            "step_seconds=0.05",
-            "--tracking-uri",
-            f"sqlite:///{root / 'mlflow.db'}",
+            *("step_seconds=0.05", "--tracking-uri", f"sqlite:///{root / 'mlflow.db'}"),
         )
         _fill_now_and_then(ground, command, disk, "the store's disk full")
         finished(ground, reference)

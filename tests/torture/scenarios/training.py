@@ -29,17 +29,9 @@ SHORT = ("evaluation", "upload")
 # The length of a batch of an evaluation during which a fault occurs, on both ranks.
 EVALUATION_SECONDS = 0.3
 SETTINGS = (
-    "--run-name",
-    "run",
-    "--nproc",
-    2,
-    "step_seconds=0.01",
-    "dropout=0.2",
-    f"train.steps={STEPS}",
-    "train.log_every=4",
-    f"train.eval_every={EVERY}",
-    "train.checkpoints.keep=2",
-    "train.mlflow.log_pictures=true",
+    *("--run-name", "run", "--nproc", 2, "step_seconds=0.01", "dropout=0.2"),
+    *(f"train.steps={STEPS}", "train.log_every=4", f"train.eval_every={EVERY}"),
+    *("train.checkpoints.keep=2", "train.mlflow.log_pictures=true"),
 )
 # Only `CLOCK` has this setting.
 SLOW = (*SETTINGS, f"evaluation_seconds={EVALUATION_SECONDS}")
