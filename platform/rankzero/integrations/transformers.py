@@ -59,20 +59,11 @@ class RankZeroCallback(TrainerCallback):
         metrics: Mapping[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Log an evaluation: ``eval_loss`` as ``val/loss``."""
+        """Log ``eval_loss`` as ``val/loss``, and ``test_loss`` of a prediction as ``test/loss``."""
         found = {_grouped(name): value for name, value in (metrics or {}).items()}
         self._run.begin().evaluated(found, state.global_step + self._run.offset)
 
-    def on_predict(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Mapping[str, Any],
-        **_: Any,
-    ) -> None:
-        """Log the metrics of `Trainer.predict`: ``test_loss`` as ``test/loss``."""
-        self.on_evaluate(args, state, control, metrics)
+    on_predict = on_evaluate
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

@@ -62,14 +62,6 @@ def lines(events: Iterable[Event]) -> list[Line]:
     return sorted([*found, *_shortened(many)], key=lambda line: line.time)
 
 
-def _evaluation(event: Evaluated, goal: str) -> str:
-    values = {key: scalars.number(value) for key, value in event.metrics.items()}
-    # Without the goal metric, any value is better than none.
-    name = goal if goal in values else next(iter(values), "no metric")
-    shown = "" if (value := values.get(name)) is None else f" {value:.4g}"
-    return f"evaluation at step {event.step:,}: {name}{shown}{_BEST if event.best else ''}"
-
-
 def _text(event: Event, step: int, goal: str) -> str:
     """Return an event in words; `step`: the newest so far. Empty for what has no line."""
     match event:
@@ -79,7 +71,11 @@ def _text(event: Event, step: int, goal: str) -> str:
             where = f" on {host}" if host else ""
             return f"attempt {event.attempt} began at step {event.step:,}{total}{where}"
         case Evaluated():
-            return _evaluation(event, goal)
+            # Without the goal metric, any value is better than none.
+            name = goal if goal in event.metrics else next(iter(event.metrics), "no metric")
+            value = scalars.number(event.metrics.get(name))
+            shown = "" if value is None else f" {value:.4g}"
+            return f"evaluation at step {event.step:,}: {name}{shown}{_BEST if event.best else ''}"
         case CheckpointSaved():
             return f"checkpoint of step {event.step:,} saved{_BEST if event.best else ''}"
         case Noticed():
