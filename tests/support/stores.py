@@ -92,6 +92,12 @@ def list_runs(tracking_uri: str) -> list[RunRecord]:
     return [RunRecord.of(run) for run in client.search_runs(experiments, order_by=newest_first)]
 
 
+def mlflow_runs(folder: Path) -> dict[str, RunRecord]:
+    """Return the runs of the embedded store of a command's folder, by name."""
+    found = list_runs(f"sqlite:///{folder / 'mlruns' / 'mlflow.db'}")
+    return {run.name: run for run in found}
+
+
 @pytest.fixture(scope="session")
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database with MLflow's tables, for copies: making the tables takes seconds."""

@@ -48,9 +48,9 @@ def saved(tmp_path: Path) -> RunFolder:
 
 
 @pytest.fixture
-def whole(saved: RunFolder, tmp_path: Path, empty: Path) -> RunFolder:
+def whole(saved: RunFolder, tmp_path: Path, new_store: Path) -> RunFolder:
     """The same run, delivered to MLflow."""
-    shutil.copy(empty, tmp_path / "mlflow.db")
+    shutil.copy(new_store, tmp_path / "mlflow.db")
     assert sync.deliver(saved).done
     return saved
 
@@ -424,14 +424,14 @@ def test_an_open_port_is_found(place: Ground) -> None:
 
 
 def test_shared_memory_that_a_scenario_left_is_found(
-    tmp_path: Path, empty: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, new_store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = tmp_path / "shm"
     memory.mkdir()
     (memory / "before").touch()
     monkeypatch.setattr(room, "SHARED_MEMORY", memory)
     monkeypatch.setenv(room.INSIDE, str(os.getpid()))
-    place = Ground(tmp_path / "ground", 1, empty)
+    place = Ground(tmp_path / "ground", 1, new_store)
     promises.nothing_is_left(place)
     (memory / "torch_1_2").touch()
     expect_broken("orphan: shared memory torch_1_2$", promises.nothing_is_left, place)

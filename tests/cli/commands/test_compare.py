@@ -7,16 +7,10 @@ import json
 
 import pytest
 
-from rankzero.mlflow_store.client import RunRecord
 from support.commands import TINY, Command
-from support.stores import list_runs
+from support.stores import mlflow_runs
 
 LAYERED = TINY.with_name("layered.py")
-
-
-def mlflow_runs(rankzero: Command) -> dict[str, RunRecord]:
-    found = list_runs(f"sqlite:///{rankzero.folder / 'mlruns' / 'mlflow.db'}")
-    return {run.name: run for run in found}
 
 
 @pytest.mark.slow
@@ -27,7 +21,7 @@ def test_the_same_work_under_several_strategies(rankzero: Command) -> None:
         "train.steps=60",
     )
     assert code == 0, output
-    runs = mlflow_runs(rankzero)
+    runs = mlflow_runs(rankzero.folder)
     (parent,) = (run for run in runs.values() if "mlflow.parentRunId" not in run.tags)
     children = {
         name.removeprefix(parent.name + "-"): run for name, run in runs.items() if run is not parent
@@ -61,7 +55,7 @@ def test_a_profile_reports_the_parts_of_a_step(rankzero: Command) -> None:
     code, output = rankzero("profile", LAYERED, "--nproc", 2)
     assert code == 0, output
     assert "A step takes" in output and "The limit is" in output and "aten::" in output
-    run = next(iter(mlflow_runs(rankzero).values()))
+    run = next(iter(mlflow_runs(rankzero.folder).values()))
     assert run.status == "FINISHED" and "The limit is" in run.tags["mlflow.note.content"]
     folder = rankzero.folder / "mlruns/runs" / run.name / "artifacts/profile"
     for rank in range(2):

@@ -9,18 +9,12 @@ import pytest
 
 from rankzero.confidence import half_width
 from rankzero.events import RunStarted
-from rankzero.mlflow_store.client import RunRecord
 from rankzero.run_store.folder import RunFolder
 from support.commands import TINY, Command, events, last_end, losses
-from support.stores import list_runs
+from support.stores import mlflow_runs
 
 FOLDED = TINY.with_name("folded.py")
 NAMES = [f"r-fold{fold}-seed{seed}" for fold in (0, 1) for seed in (0, 1)]
-
-
-def mlflow_runs(rankzero: Command) -> dict[str, RunRecord]:
-    found = list_runs(f"sqlite:///{rankzero.folder / 'mlruns' / 'mlflow.db'}")
-    return {run.name: run for run in found}
 
 
 def attempts(folder: RunFolder) -> int:
@@ -44,7 +38,7 @@ def test_folds_and_seeds_become_one_mean_and_a_failed_run_is_trained_again(
     code, output = rankzero("repeat", FOLDED, *words)
     assert code == 1 and "1 of 4 runs are missing" in output, output
     assert "missing: fold=1, seed=1: FAILED, OSError: fold 1 is broken" in output, output
-    runs = mlflow_runs(rankzero)
+    runs = mlflow_runs(rankzero.folder)
     assert runs.keys() == {"r", *NAMES}
     assert {name: runs[name].status for name in NAMES} == {
         **dict.fromkeys(NAMES, "FINISHED"),
@@ -58,7 +52,7 @@ def test_folds_and_seeds_become_one_mean_and_a_failed_run_is_trained_again(
     assert code == 0, output
     folders = {run.path.name: run for run in rankzero.runs}
     assert [attempts(folders[name]) for name in ("r", *NAMES)] == [2, 1, 1, 1, 2]
-    runs, (mean, half) = mlflow_runs(rankzero), mean_and_half_width(folders)
+    runs, (mean, half) = mlflow_runs(rankzero.folder), mean_and_half_width(folders)
     parent = runs["r"]
     assert parent.status == "FINISHED" and runs[NAMES[3]].status == "FINISHED"
     assert parent.metrics["val/accuracy/mean"] == pytest.approx(mean)

@@ -15,19 +15,13 @@ import yaml
 
 from rankzero.catalog.lookup import last_end, mlflow_id
 from rankzero.events import RunEnded, StepsLogged
-from rankzero.mlflow_store.client import RunRecord
 from rankzero.run_store.folder import RunFolder
 from rankzero.tuning.options import default_storage
 from rankzero.tuning.study import find_study
 from support.commands import TINY, Command, events, processes_of
-from support.stores import list_runs
+from support.stores import mlflow_runs
 
 MOODY, SLOW = TINY.with_name("moody.py"), TINY.with_name("slow_samples.py")
-
-
-def mlflow_runs(rankzero: Command) -> dict[str, RunRecord]:
-    found = list_runs(f"sqlite:///{rankzero.folder / 'mlruns' / 'mlflow.db'}")
-    return {run.name: run for run in found}
 
 
 def gone(folder: Path, seconds: float = 30.0) -> bool:
@@ -48,7 +42,7 @@ def test_a_search_from_the_probe_map_to_training_with_the_sweet_spot(rankzero: C
     assert (
         "probe  batch" in output and "Your configuration" in output
     ) or "Nothing beats your own" in output
-    runs = mlflow_runs(rankzero)
+    runs = mlflow_runs(rankzero.folder)
     parent = runs.pop("s")
     assert parent.status == "FINISHED" and "--from s" in parent.tags["mlflow.note.content"]
     assert all(run.tags["mlflow.parentRunId"] == parent.run_id for run in runs.values())
@@ -69,7 +63,7 @@ def test_a_search_from_the_probe_map_to_training_with_the_sweet_spot(rankzero: C
         *("train", TINY, "--from", "s", "api_key=mine", "train.steps=5", "--run-name", "with")
     )
     assert code == 0, output
-    params = mlflow_runs(rankzero)["with"].params
+    params = mlflow_runs(rankzero.folder)["with"].params
     assert params["train.batch_size"] == str(found["train"]["batch_size"]) and params["lr"] == str(
         found["lr"]
     )
@@ -112,7 +106,7 @@ def test_every_way_a_trial_can_end(rankzero: Command) -> None:
     )
     assert code == 0, output
     study = find_study(default_storage(rankzero.folder / "mlruns"), "s")
-    runs = mlflow_runs(rankzero)
+    runs = mlflow_runs(rankzero.folder)
     ends = {
         str(trial.parameters["mood"]): (trial.state, runs[trial.facts["run"]].status)
         for trial in study.trials()
@@ -162,7 +156,7 @@ def test_ctrl_c_keeps_the_study_and_the_same_command_resumes_it(rankzero: Comman
     assert ended is not None and ended.reason.startswith(
         ("stopped by SIGTERM at step", "stopped by Ctrl-C at step")
     )
-    runs = mlflow_runs(rankzero)
+    runs = mlflow_runs(rankzero.folder)
     assert (runs["s"].status, runs["s-t00"].status, runs["s-t01"].status) == (
         "KILLED",
         "FINISHED",
@@ -170,7 +164,7 @@ def test_ctrl_c_keeps_the_study_and_the_same_command_resumes_it(rankzero: Comman
     )
     code, output = rankzero(*words)
     assert code == 0, output
-    runs = mlflow_runs(rankzero)
+    runs = mlflow_runs(rankzero.folder)
     assert runs["s"].status == "FINISHED" and runs["s"].tags["rankzero.attempt"] == "2"
     study = find_study(default_storage(rankzero.folder / "mlruns"), "s")
     assert [trial.state for trial in study.trials()].count("FAIL") == 1
@@ -193,7 +187,7 @@ def test_sigkill_of_the_search_leaves_no_process_and_no_run_running(rankzero: Co
         ["FAILED"],
         ["KILLED"],
     )
-    assert "RUNNING" not in {run.status for run in mlflow_runs(rankzero).values()}
+    assert "RUNNING" not in {run.status for run in mlflow_runs(rankzero.folder).values()}
 
 
 @pytest.mark.slow
@@ -225,7 +219,7 @@ def test_trials_side_by_side_and_a_second_command_that_helps(rankzero: Command) 
         at_once([rankzero.folder / "mlruns/runs" / f"s-t{trial.number:02d}" for trial in trials])
         >= 2
     )
-    runs = mlflow_runs(rankzero)
+    runs = mlflow_runs(rankzero.folder)
     parent = runs.pop("s")
     assert {run.status for run in runs.values()} <= {"FINISHED", "KILLED"}
     assert {run.tags["mlflow.parentRunId"] for run in runs.values()} == {parent.run_id}
