@@ -17,7 +17,7 @@ class NullTrackedRun(TrackedRun):
 
     def _nothing(self, *_: Any, **__: Any) -> None: ...
 
-    finish = tell = log = log_metrics = log_metric = checkpoint = _nothing
+    finish = tell = mlflow = log = log_metrics = log_metric = checkpoint = _nothing
     log_params = log_param = set_tags = set_tag = _nothing
     log_artifact = log_text = log_dict = log_table = log_figure = log_image = _nothing
 

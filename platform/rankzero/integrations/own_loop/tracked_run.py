@@ -16,7 +16,7 @@ from typing import Any
 from rankzero.errors import UserError
 from rankzero.events import Event, ParamsLogged, TagsSet
 from rankzero.experiment import Goal
-from rankzero.integrations.own_loop import logged_files, process_end, tables
+from rankzero.integrations.own_loop import logged_files, mlflow_calls, process_end, tables
 from rankzero.integrations.own_loop.attempt import FLUSH_ROWS, Attempt, guarded
 from rankzero.integrations.own_loop.open_runs import OPEN
 from rankzero.integrations.own_loop.params import params_of
@@ -54,6 +54,7 @@ class TrackedRun:
         self._open_log, self._identity, self._offline = open_log, identity, offline
         self._named, self._children = named, list[TrackedRun]()
         self._top = self
+        self._active: str | None = None
         self._goal, self._keep, self._params = goal, keep, dict(params or {})
         self._flush_rows = flush_rows
         self._told: set[str] = set()
@@ -133,12 +134,14 @@ class TrackedRun:
     @property
     def url(self) -> str | None:
         """The run's page on MLflow's server; None without a server, or as for `id`."""
-        folder, run_id = self._log.folder, self.id
-        uri = folder.identity.tracking_uri
+        run_id, uri = self.id, self._log.folder.identity.tracking_uri
         if run_id is None or not uri.startswith("http"):
             return None
-        experiment = delivery_state.load(delivery_state.path_of(folder, 0)).experiment_id
-        return f"{url_without_secrets(uri)}/#/experiments/{experiment}/runs/{run_id}"
+        return f"{url_without_secrets(uri)}/#/experiments/{self._experiment_id}/runs/{run_id}"
+
+    @property
+    def _experiment_id(self) -> str:
+        return str(delivery_state.load(delivery_state.path_of(self._log.folder, 0)).experiment_id)
 
     @property
     def step(self) -> int:
@@ -166,6 +169,9 @@ class TrackedRun:
                 return
             for child in self._children:
                 child.finish(error)
+            active, self._active = self._active, None
+            if active is not None:
+                self._guarded("mlflow keeps the run active", lambda: mlflow_calls.leave(active))
             self._is_open = False
             self._at_exit.cancel()
             OPEN.pop(self._log.folder.path, None)
@@ -383,6 +389,28 @@ class TrackedRun:
             self._guarded(f"the config of the child {name!r} is not logged", add_params)
             begun = self._guarded(f"the child {name!r} is not tracked", begin)
             return self._children[-1] if begun else NullTrackedRun()
+
+    def mlflow(self) -> str | None:
+        """Let this thread's own calls of mlflow reach this run, until `finish`. Returns its `id`.
+
+        A note says so if MLflow does not have the run, and then None is returned.
+        """
+        with self._lock:
+            is_open = self.reopen()
+        run_id = self.id if is_open else None  # waits, and other threads log meanwhile
+
+        def enter() -> None:
+            if run_id is None:
+                raise UserError("MLflow does not have the run")
+            uri = self._log.folder.identity.tracking_uri
+            mlflow_calls.enter(uri, self._experiment_id, run_id)
+            self._active = run_id
+
+        with self._lock:
+            if self._active is None:
+                lost = f"mlflow's own calls do not reach {self.name}"
+                guarded(lost, enter, functools.partial(self.tell, "mlflow"))
+            return self._active
 
     def tell(self, about: str, text: str) -> None:
         """Note something for people, once for each `about`."""
