@@ -1,4 +1,4 @@
-"""Names for runs that people can say and tell apart: ``brisk-otter-412``."""
+"""Names for runs that people can say and remember: ``brisk-otter-412``."""
 
 from __future__ import annotations
 
