@@ -20,7 +20,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankzero.telemetry.host import HostSampler
-from rankzero.telemetry.node_sampler import SAMPLE_SECONDS, NodeSampler, mean_of, publish_interval
+from rankzero.telemetry.sampling_thread import (
+    SAMPLE_SECONDS,
+    NodeSampler,
+    mean_of,
+    publish_interval,
+)
 from support.paths import SUPPORT
 
 readings = st.floats(min_value=-1e12, max_value=1e12)

@@ -15,7 +15,7 @@ from rankzero.events import Noticed, SystemSampled
 from rankzero.reporting.run_facts import fold
 from rankzero.run_store.folder import RunFolder
 from rankzero.telemetry import sampling_thread
-from rankzero.telemetry.node_sampler import NodeSampler
+from rankzero.telemetry.sampling_thread import NodeSampler
 from support.runs import make_folder
 from support.stubbed_nvml import GPU_IS_LOST, card, compile_stub, uuid
 
