@@ -90,3 +90,17 @@ def test_a_traceback_keeps_its_end_and_a_value_its_beginning() -> None:
     assert limits.tail("begin" + "x" * 100 + "end", 10) == "…xxxxxxend"
     assert limits.head("begin" + "x" * 100 + "end", 10) == "beginxxxx…"
     assert limits.head("a\x00b\ud800", 10) == "ab?"
+
+
+def test_a_param_with_another_value_becomes_a_tag() -> None:
+    params = {"lr": "0.1", "train.epochs": "20", "width": "8"}
+    new, tags = limits.new_and_changed(params, {"lr": "0.1", "train.epochs": "10"})
+    assert new == {"width": "8"}
+    assert tags == {"rankzero.param.train.epochs": "20"}
+
+
+def test_a_param_is_compared_as_mlflow_stores_it() -> None:
+    long = "x" * (limits.PARAM_LENGTH + 10)
+    stored, _ = limits.new_and_changed({"text": long}, {})
+    assert len(stored["text"]) == limits.PARAM_LENGTH
+    assert limits.new_and_changed({"text": long}, stored) == ({}, {})

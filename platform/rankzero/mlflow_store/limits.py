@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import posixpath
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 KEY_LENGTH = 250
 PARAM_LENGTH = 6000
@@ -48,6 +48,23 @@ def names(keys: Iterable[str]) -> dict[str, str]:
         found[key] = name(key) if name(key) not in taken else unique_name(key)
         taken.add(found[key])
     return found
+
+
+def new_and_changed(
+    params: Mapping[str, str], present: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the params that MLflow lacks, and a tag for each that it has with another value.
+
+    `present`: the params that MLflow has. A resume may change a setting.
+    """
+    new, tags, legal = {}, {}, names(params)
+    for key, value in params.items():
+        name, value = legal[key], head(value, PARAM_LENGTH)
+        if name not in present:
+            new[name] = value
+        elif present[name] != value:
+            tags[f"rankzero.param.{key}"] = value
+    return new, tags
 
 
 def loss(value: object, length: int) -> str | None:

@@ -20,7 +20,6 @@ from rankzero.mlflow_store.client.artifact_locations import ArtifactLocations
 from rankzero.mlflow_store.client.connection import chunks, connect, log_points, patience
 from rankzero.mlflow_store.client.images import write_images
 from rankzero.mlflow_store.client.models import MlflowModels
-from rankzero.mlflow_store.client.params import new_and_changed
 from rankzero.mlflow_store.client.records import RunRecord, require_id
 from rankzero.mlflow_store.items import DESCRIPTION, MetricPoint
 from rankzero.mlflow_store.uris import RunGone, TrackingError
@@ -88,7 +87,7 @@ class MlflowRuns:
         """Log params, and with them tags. Return the run as it was."""
         run = self._run(run_id)
         # MLflow never changes a param. A later value becomes a tag.
-        new, changed = new_and_changed(params, run.data.params)
+        new, changed = limits.new_and_changed(params, run.data.params)
         for chunk in chunks([Param(*pair) for pair in new.items()], limits.ITEMS_PER_BATCH):
             self._client.log_batch(run_id, params=chunk, synchronous=True)
         self.set_tags(run_id, {**(tags or {}), **changed})
