@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import pty
@@ -109,6 +110,20 @@ def on_a_terminal(command: Command, *words: str, columns: int = 80, **environ: s
     os.close(master)
     assert process.wait(timeout=60) == 0
     return output.decode()
+
+
+def test_ui_opens_the_runs_of_the_newest_experiment(trained: Command, tmp_path: Path) -> None:
+    browser, opened = tmp_path / "browser", tmp_path / "opened"
+    os.mkfifo(opened)
+    browser.write_text(f'#!/bin/sh\necho "$1" > {opened}\n')
+    browser.chmod(0o700)
+    command = dataclasses.replace(trained, environ={**trained.environ, "BROWSER": str(browser)})
+    server = command.start("ui", "--port", free_port(), "--open", cold=True)
+    address = opened.read_text().strip()
+    assert server.stdout is not None and server.stdout.readline() == f"runs: {address}\n"
+    assert "/#/experiments/" in address and "workflowType=machine_learning" in address
+    server.send_signal(signal.SIGINT)
+    assert server.wait(timeout=30) == 0
 
 
 def test_runs_are_filtered_and_sorted(here: Here) -> None:

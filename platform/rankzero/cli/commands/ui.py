@@ -8,8 +8,10 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
+import webbrowser
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -34,6 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--insecure", action="store_true", help=anyone)
     names = "this machine's names in browsers, such as box.example.org:5000 (default: its own)"
     parser.add_argument("--allowed-hosts", type=_words, default=(), metavar="NAME,…", help=names)
+    page = "open the runs in a browser (default: on a terminal of a desktop)"
+    parser.add_argument(
+        "--open", action=argparse.BooleanOptionalAction, default=_on_desktop(), help=page
+    )
     sites = "other sites whose pages may use the server"
     parser.add_argument("--cors-origins", type=_words, default=(), metavar="URL,…", help=sites)
 
@@ -70,8 +76,18 @@ def run(arguments: argparse.Namespace) -> int:
         # The runs first: MLflow's own start page begins with other things.
         lines = [*links, f"MLflow UI: {access.address}  (Ctrl-C ends it)", notes]
         print(*filter(None, lines), sep="\n", flush=True)
+        if arguments.open:
+            webbrowser.open(links[0].partition(" ")[2] if links else access.address)
         process.communicate()
     return 0 if process.returncode in (0, -signal.SIGTERM, -signal.SIGINT) else 1
+
+
+def _on_desktop() -> bool:
+    """Return whether a person looks, and a browser would have a window on the same screen."""
+    has_screen = sys.platform == "darwin" or not {"DISPLAY", "WAYLAND_DISPLAY"}.isdisjoint(
+        os.environ
+    )
+    return sys.stdout.isatty() and has_screen and "SSH_CONNECTION" not in os.environ
 
 
 def _no_store(root: Path) -> str:
