@@ -34,6 +34,7 @@ from rankzero.events import (
     TagsSet,
 )
 from rankzero.integrations.own_loop import values
+from rankzero.integrations.own_loop.null_run import NullTrackedRun
 from rankzero.integrations.own_loop.params import params_of
 from rankzero.integrations.own_loop.tracked_run import TrackedRun
 from rankzero.mlflow_store.client import MlflowRuns
@@ -156,6 +157,11 @@ def test_other_ranks_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not run.evaluated({"val/loss": 0.5}, step=1)
         run.checkpoint({}, step=1)
     assert run.name is None and run.folder is None and not Path("mlruns").exists()
+
+
+def test_other_ranks_have_all_methods() -> None:
+    public = {name for name in vars(TrackedRun) if not name.startswith("_")}
+    assert public - set(vars(NullTrackedRun)) == {"disown"}, "no fork leaves a run to its parent"
 
 
 @dataclasses.dataclass
