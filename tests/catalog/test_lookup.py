@@ -185,8 +185,10 @@ def test_names_in_mlflow_may_hold_anything_and_be_of_several_runs(
     for folder in made:
         append(folder, started(), ended())
     with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as store, store:
-        store.execute("CREATE TABLE runs (run_uuid TEXT, name TEXT)")
-        store.executemany("INSERT INTO runs VALUES (?, ?)", [("a", name), ("b", name)])
+        store.execute("CREATE TABLE runs (run_uuid, name, lifecycle_stage)")
+        store.execute("CREATE TABLE experiments (experiment_id, artifact_location, creation_time)")
+        rows = [(run_id, name, "active") for run_id in ("a", "b")]
+        store.executemany("INSERT INTO runs VALUES (?, ?, ?)", rows)
     assert main.main(["runs", "--dir", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("lr [v2] [/]\\x1b[2J ") == 2
     assert main.main(["runs", "--json", "--dir", str(tmp_path)]) == 0

@@ -163,6 +163,7 @@ def test_runs_as_json_have_the_same_keys(here: Here) -> None:
             "metrics",
             "tags",
             "mlflow_name",
+            "bytes",
         )
     }
     assert found[0]["params"]["lr"] == "0.001" and 0 <= found[0]["metrics"]["val/accuracy"] <= 1

@@ -25,6 +25,7 @@ COLUMNS: dict[str, Callable[[Summary], _Value]] = {
     "goal": lambda run: run.goal,
     "best": lambda run: run.best,
     "samples/s": lambda run: run.samples_per_second,
+    "size": lambda run: run.bytes,
     "started": lambda run: run.started,
     "age": lambda run: time.time() - run.started,
     "duration": lambda run: run.seconds,
@@ -64,6 +65,12 @@ class _Condition:
         else:
             is_equal = fnmatch.fnmatchcase(str(value).casefold(), self.value.casefold())
         return is_equal != (self.sign == "!=")
+
+
+def seconds(text: str) -> float | None:
+    """Return a time such as 90s, 5min, 2h, 1d in seconds, or None for another text."""
+    span = _SPAN.fullmatch(text)
+    return float(span[1]) * _SECONDS[span[2]] if span else None
 
 
 def parse(text: str) -> _Condition:
@@ -126,8 +133,8 @@ def _require(key: str, runs: Sequence[Summary]) -> None:
 
 def _number(value: _Value) -> float | None:
     """Return a number, a text that is one, or a time such as 90s, 5min, 2h, 1d in seconds."""
-    if isinstance(value, str) and (span := _SPAN.fullmatch(value)):
-        return float(span[1]) * _SECONDS[span[2]]
+    if isinstance(value, str) and (span := seconds(value)) is not None:
+        return span
     try:
         return None if value is None else float(value)
     except ValueError:

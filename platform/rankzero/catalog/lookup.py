@@ -11,13 +11,12 @@ import dataclasses
 import json
 import logging
 import os
-import sqlite3
-import urllib.parse
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rankzero.catalog import summary
+from rankzero.catalog import deleted, summary
 from rankzero.catalog.summary import Summary
 from rankzero.config.renamed import params_with_new_names
 from rankzero.errors import UserError
@@ -30,8 +29,6 @@ log = logging.getLogger(__name__)
 
 CACHE = ".summaries.jsonl"
 _IDENTITY = "run.json"
-# As `mlflow_store.uris` has it, a room above this one.
-_STORE = "mlflow.db"
 _SUMMARISED = (_IDENTITY, EVENTS, "system-node_0.jsonl", "delivery.json")
 # Outdated lines of the cache before it is deleted.
 _SPARE_LINES = 1000
@@ -48,17 +45,17 @@ def folders(runs: Path) -> list[RunFolder]:
     return []
 
 
-def find(runs: Path, name_or_id: str) -> RunFolder | None:
+def find(runs: Path, name_or_id: str, *, among_deleted: bool = False) -> RunFolder | None:
     """Return the folder of the run with this name or MLflow run id, or None without one.
 
     The name may be the folder's, or the one that a user gave the run in the embedded store. Raises
-    UserError if several runs have that name there, and InvalidRunFolder if a link leads out of the
-    folder.
+    UserError if several runs have that name there or if the run is deleted, and InvalidRunFolder if
+    a link leads out of the folder. With `among_deleted`, the run must be deleted.
     """
     if names.is_plain(name_or_id) and (runs / name_or_id / _IDENTITY).exists():
         same = [RunFolder(runs / name_or_id)]
     else:
-        known = listed(runs)
+        known = listed(runs, among_deleted=among_deleted)
         # A copy of a folder has the same id: the newer one is used.
         same = [run.folder for run in known if run.mlflow_run_id == name_or_id][:1]
         same = same or [run.folder for run in known if run.shown_name == name_or_id]
@@ -70,14 +67,18 @@ def find(runs: Path, name_or_id: str) -> RunFolder | None:
     if not same:
         return None
     symlinks.refuse(same[0].path)
+    if deleted.is_hidden(same[0]) != among_deleted:
+        name = same[0].path.name
+        back = f"is deleted: `rankzero delete --restore {name}` brings it back"
+        raise UserError(f"{name} {'is not deleted' if among_deleted else back}")
     return same[0]
 
 
-def require(runs: Path, name_or_id: str) -> RunFolder:
+def require(runs: Path, name_or_id: str, *, among_deleted: bool = False) -> RunFolder:
     """Return the run's folder. Raises UserError with the newest runs' names without one."""
-    found = find(runs, name_or_id)
+    found = find(runs, name_or_id, among_deleted=among_deleted)
     if found is None:
-        newest = [run.name for run in listed(runs)[:3]]
+        newest = [run.name for run in listed(runs, among_deleted=among_deleted)[:3]]
         known = f"the newest are {', '.join(newest)}" if newest else f"there are no runs in {runs}"
         raise UserError(f"no run is called {names.shown(name_or_id)}; {known}")
     return found
@@ -111,9 +112,13 @@ def attempt_started(folder: RunFolder, since: int | None) -> bool:
 
 
 def listed(
-    runs: Path, on_invalid: Callable[[str], object] = log.debug, spare_lines: int = _SPARE_LINES
+    runs: Path,
+    on_invalid: Callable[[str], object] = log.debug,
+    spare_lines: int = _SPARE_LINES,
+    *,
+    among_deleted: bool = False,
 ) -> list[Summary]:
-    """Return the summaries of all runs, the newest first.
+    """Return the summaries of all runs that are not deleted, or of the others; the newest first.
 
     Calls `on_invalid` with a message for each folder that cannot be read as a run.
     """
@@ -142,26 +147,32 @@ def listed(
         elif new:
             with open(runs / CACHE, "a", encoding="utf-8", opener=symlinks.no_follow) as file:
                 file.write("".join(new))
-    renamed = _names_in_mlflow(runs.parent / _STORE)
-    found = [
-        dataclasses.replace(run, mlflow_name=renamed.get(run.mlflow_run_id or "") or None)
-        for run in found
-    ]
+    found = _completed(found, deleted.read_store(runs), among_deleted)
     return sorted(found, key=lambda run: -run.started)
 
 
-def _names_in_mlflow(database: Path) -> dict[str, str]:
-    """Return {MLflow run id: name} of the embedded store; nothing if it cannot be read now."""
-    # Importing mlflow would take seconds, and the disk does not know what users rename.
-    if not database.exists():
-        return {}
-    uri = f"file:{urllib.parse.quote(str(database.absolute()))}?mode=ro"
-    try:
-        with contextlib.closing(sqlite3.connect(uri, timeout=1.0, uri=True)) as store:
-            return dict(store.execute("SELECT run_uuid, name FROM runs"))
-    except sqlite3.Error as error:
-        log.debug("%s: %s", database, error)
-        return {}
+def _completed(
+    found: list[Summary], store: deleted.StoreRows, among_deleted: bool
+) -> list[Summary]:
+    """Return the runs that are deleted or are not, with what other places know of them."""
+    gone = {
+        run.folder.path.name
+        for run in found
+        if not run.lives and deleted.is_deleted(run.folder, run.mlflow_run_id, store)
+    }
+    of_children: Counter[str] = Counter()
+    for run in found:
+        of_children[run.parent or ""] += run.bytes
+    return [
+        dataclasses.replace(
+            run,
+            mlflow_name=store.name_of(run.mlflow_run_id),
+            bytes=run.bytes + of_children[run.folder.path.name],
+        )
+        for run in found
+        if among_deleted
+        == (not run.lives and not gone.isdisjoint((run.folder.path.name, run.parent)))
+    ]
 
 
 def _stamp(path: str) -> list[int]:

@@ -14,7 +14,7 @@ from rankzero.config.renamed import params_with_new_names
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged, decode
 from rankzero.experiment import Goal
 from rankzero.metric_names import SPEED, WHOLE_RUN
-from rankzero.run_store import delivery_state, run_locks, symlinks
+from rankzero.run_store import delivery_state, removal, run_locks, symlinks
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.provenance import tags_of_user
 from rankzero.scalars import number, numbers
@@ -61,6 +61,8 @@ class Summary:
     """The user's tags."""
     mlflow_name: str | None = None
     """Its name in the embedded store, which a user may change. `lookup.listed` looks it up."""
+    bytes: int = 0
+    """The size of its folder; in `lookup.listed` with those of its children."""
 
     @property
     def shown_name(self) -> str:
@@ -71,6 +73,11 @@ class Summary:
     def ended(self) -> bool:
         """Whether the journal has the run's end."""
         return self.status in get_args(Status)
+
+    @property
+    def lives(self) -> bool:
+        """Whether its processes run, or are about to."""
+        return self.status in ("RUNNING", "STARTING")
 
     def fields(self) -> dict[str, Any]:
         """Return everything but the folder as plain values."""
@@ -84,6 +91,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("best", "samples_per_second"), (int, float, NoneType)),
     **dict.fromkeys(("params", "metrics", "tags"), (dict,)),
     "undelivered": (bool,),
+    "bytes": (int,),
 }
 
 
@@ -132,6 +140,7 @@ def read_summary(folder: RunFolder) -> Summary:
         params=params,
         metrics=metrics,
         tags=tags_of_user(started.environment) if started else {},
+        bytes=removal.size([folder.path]),
     )
 
 

@@ -57,6 +57,13 @@ VERBS = {
     "report": Verb(
         "report on a run or a search, or compare two runs", "rankzero report digits-a digits-b"
     ),
+    "delete": Verb(
+        "delete runs here and in MLflow; they can be restored", "rankzero delete brisk-otter-412"
+    ),
+    "prune": Verb(
+        "delete old runs that are not among the best, and free the disk of deleted ones",
+        "rankzero prune --keep-best 5 --older-than 30d --dry-run",
+    ),
     "logs": Verb(
         "show what a run's ranks printed, or follow a running one",
         "rankzero logs digits-a --follow",

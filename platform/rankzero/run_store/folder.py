@@ -160,6 +160,11 @@ class RunFolder:
         return self.path / "pruned.txt"
 
     @property
+    def deleted(self) -> Path:
+        """A file that exists if the run is deleted, and the embedded store does not say it."""
+        return self.path / "deleted.txt"
+
+    @property
     def artifacts(self) -> Path:
         """Files that the courier uploads as they are (the diff, logs)."""
         return self.path / "artifacts"

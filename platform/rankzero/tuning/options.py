@@ -33,8 +33,11 @@ class SearchOptions:
     silence_seconds: float = 300.0
 
 
+STUDIES = "studies.db"
+
+
 def default_storage(root: Path) -> str:
     """Return the URL of the embedded database. Raises TrackingError for an unsuitable path."""
-    path = root.absolute() / "studies.db"
+    path = root.absolute() / STUDIES
     require_plain(path)
     return f"sqlite:///{path}"

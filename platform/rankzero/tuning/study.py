@@ -212,6 +212,13 @@ def find_study(storage: str, name: str) -> Study:
         return Study(optuna.load_study(study_name=name, storage=database), "random", 0)
 
 
+def delete_study(storage: str, name: str) -> None:
+    """Delete a study with its trials, if there is one of this name."""
+    with _database(storage) as database:
+        if name in optuna.get_all_study_names(database):
+            optuna.delete_study(study_name=name, storage=database)
+
+
 def _distribution(range_: Range) -> BaseDistribution:
     match range_:
         case Choice(options):

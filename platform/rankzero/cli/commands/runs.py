@@ -37,7 +37,7 @@ _SILENT_SECONDS = 120.0
 _PATIENCE_SECONDS = 5.0
 _SHOWN, _INCOMPLETE = 20, "*"
 # Keys that need no additional column.
-_IN_THE_TABLE = ("run", "status", "goal", "best", "samples/s", "age", "started")
+_IN_THE_TABLE = ("run", "status", "goal", "best", "samples/s", "size", "age", "started")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,8 +108,9 @@ def _show(found: Sequence[Summary], limit: int, asked: Sequence[str]) -> None:
     goal = goals.pop() if len(goals) == 1 else "goal"
     extra = [key for key in dict.fromkeys(asked) if key not in (*_IN_THE_TABLE, goal)]
     table = Table(box=None, pad_edge=False)
-    for heading in ("run", "status", goal, "samples/s", "age", *extra):
-        justify: Literal["left", "right"] = "right" if heading in ("samples/s", "age") else "left"
+    numeric = ("samples/s", "size", "age")
+    for heading in ("run", "status", goal, *numeric, *extra):
+        justify: Literal["left", "right"] = "right" if heading in numeric else "left"
         table.add_column(escape(heading), justify=justify, overflow="fold")
     for one in found[:limit]:
         table.add_row(*_cells(one, goal), *(_cell(one, key) for key in extra))
@@ -131,11 +132,21 @@ def _cells(one: Summary, goal: str) -> tuple[str, ...]:
     status = f"[{_COLOURS[one.status]}]{one.status}{mark}[/]"
     quiet = dead_runs.silence(one.folder) if one.status == "RUNNING" else 0.0
     if quiet > _SILENT_SECONDS:
-        status += f", silent for {_age(quiet)}"
-    return _cell(one, "run"), status, best, speed, _age(time.time() - one.started)
+        status += f", silent for {age_text(quiet)}"
+    age = age_text(time.time() - one.started)
+    return _cell(one, "run"), status, best, speed, size_text(one.bytes), age
 
 
-def _age(seconds: float) -> str:
+def size_text(count: float) -> str:
+    """Return a number of bytes in the unit that leaves it below 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.3g} TB"
+
+
+def age_text(seconds: float) -> str:
     """Return a duration in its largest unit."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
@@ -144,7 +155,7 @@ def _age(seconds: float) -> str:
 
 
 def _lacks(one: Summary) -> bool:
-    return one.undelivered and one.status not in ("RUNNING", "STARTING")
+    return one.undelivered and not one.lives
 
 
 def _cell(one: Summary, key: str) -> str:

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rankzero import config, experiment_file
+from rankzero.catalog import deleted
 from rankzero.cli import options
 from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.live import program
@@ -183,6 +184,11 @@ def open_run(
 
 def _refuse_other(folder: RunFolder, verb: str) -> None:
     """Raise UserError if the folder has a run of another verb, or of the user's own loop."""
+    if deleted.is_hidden(folder):
+        raise UserError(
+            f"the {verb} {folder.path.name!r} is deleted: bring it back with `rankzero delete "
+            f"--restore {folder.path.name}`, or choose another --name"
+        )
     events = read_all(folder.events) if folder.events.exists() else ()
     started = next((one for one in events if isinstance(one, RunStarted)), None)
     if started is None:

@@ -19,6 +19,8 @@ import sys
 from pathlib import Path
 
 from rankzero import ranks
+from rankzero.catalog import deleted
+from rankzero.errors import UserError
 from rankzero.experiment import Goal
 from rankzero.integrations.own_loop.null_run import NullTrackedRun
 from rankzero.integrations.own_loop.open_runs import OPEN
@@ -81,6 +83,10 @@ def track(
         artifacts,
         project_dir=str(Path.cwd()),
     )
+    if name is not None and deleted.is_hidden(RunFolder(root / "runs" / name)):
+        raise UserError(
+            f"the run {name!r} is deleted: `rankzero delete --restore {name}`, or choose another"
+        )
     if name is None:
         identity = _with_new_name(root / "runs", identity)
     open_log = functools.partial(_open_log, root / "runs", mine, offline=offline)

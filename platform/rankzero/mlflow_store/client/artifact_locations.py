@@ -61,6 +61,11 @@ class _ArtifactLocation:
         with patience(path):
             self._repository.log_artifacts(str(path))
 
+    @property
+    def folder(self) -> Path | None:
+        """The files' folder on this machine, or None if they are elsewhere."""
+        return self._folder
+
     def delete(self) -> None:
         """Delete all of the files."""
         if self._folder is None:

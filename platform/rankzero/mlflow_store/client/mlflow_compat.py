@@ -128,6 +128,17 @@ def global_tracking_uri(tracking_uri: str) -> Iterator[None]:
         set_tracking_uri(None)  # type: ignore[arg-type]
 
 
+def erase(client: Any, *, run_id: str | None = None, model_id: str | None = None) -> None:
+    """Delete the rows of a run or a logged model for good. Only a local database can do it."""
+    # As `mlflow gc` does. It is a command alone, and takes any place of artifacts that is in the
+    # database for one that it may delete.
+    store = client._tracking_client.store
+    if run_id is not None:
+        store._hard_delete_run(run_id)
+    if model_id is not None:
+        store._hard_delete_logged_model(model_id)
+
+
 def scheme_of(location: str) -> str:
     """Return the scheme that MLflow reads in an artifact location, empty for a path."""
     return str(_uri.get_uri_scheme(location))

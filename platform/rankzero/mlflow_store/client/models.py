@@ -143,14 +143,18 @@ class MlflowModels:
         condition = "" if step is None else f" AND tags.`rankzero.step` = '{step}'"
         return self._models(run, "checkpoint", condition)
 
-    def _models(self, run: RunRecord, kind: str, condition: str = "") -> list[LoggedModel]:
+    def of_run(self, run: RunRecord) -> list[LoggedModel]:
+        """Return all logged models of a run, checkpoints and those that other tools logged."""
+        return self._models(run, None)
+
+    def _models(self, run: RunRecord, kind: str | None, condition: str = "") -> list[LoggedModel]:
         found: list[LoggedModel] = []
         token: str | None = None
         while True:
             page = self._client.search_logged_models(
                 [run.experiment_id], f"source_run_id = '{run.run_id}'{condition}", page_token=token
             )
-            found += (model for model in page if model.model_type == kind)
+            found += (model for model in page if kind in (None, model.model_type))
             token = page.token
             if not token:
                 return found

@@ -18,6 +18,7 @@ from rankzero.mlflow_store import limits, saved_view
 from rankzero.mlflow_store.client import experiments
 from rankzero.mlflow_store.client.artifact_locations import ArtifactLocations
 from rankzero.mlflow_store.client.connection import chunks, connect, log_points, patience
+from rankzero.mlflow_store.client.deletion import MlflowDeletion
 from rankzero.mlflow_store.client.images import write_images
 from rankzero.mlflow_store.client.models import MlflowModels
 from rankzero.mlflow_store.client.records import RunRecord, require_id
@@ -32,13 +33,14 @@ _DATASET_NAME, _DATASET_DIGEST, _DATASET_TAG = 500, 36, 500
 
 
 class MlflowRuns:
-    """The runs of one tracking store, and `models`; not for several threads at once."""
+    """The runs of one tracking store, `models`, `deletion`; not for several threads at once."""
 
     def __init__(self, tracking_uri: str) -> None:
         self._uri = tracking_uri
         self._client = connect(tracking_uri)
         self._locations = ArtifactLocations(self._client, tracking_uri)
         self.models = MlflowModels(self._client, tracking_uri, self._locations)
+        self.deletion = MlflowDeletion(self._client, tracking_uri, self._locations, self.models)
 
     def open_run(self, identity: Identity, start_seconds: float) -> RunRecord:
         """Return the identity's run, created if need be; each call returns the same run."""

@@ -1,0 +1,99 @@
+"""``rankzero delete RUN…``: runs vanish from lists and from MLflow, and can be restored."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from rankzero.catalog import lookup
+from rankzero.catalog.summary import read_summary
+from rankzero.cli.commands.runs import age_text, size_text
+from rankzero.cli.display.live import program
+from rankzero.cli.display.terminal import table_console
+from rankzero.errors import FAILED, FINISHED, UserError
+from rankzero.housekeeping.deletion import Housekeeper
+from rankzero.run_store.folder import RunFolder
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    which = "a run's name or its MLflow run id; a study's trials go with it"
+    parser.add_argument("run_names", metavar="RUN", nargs="+", help=which)
+    back = "bring deleted runs back"
+    parser.add_argument("--restore", action="store_true", help=back)
+    add_confirmation(parser)
+
+
+def add_confirmation(parser: argparse.ArgumentParser) -> None:
+    """Add ``--yes`` and ``--discard-undelivered``."""
+    lose = "also runs of which MLflow lacks something"
+    parser.add_argument("--discard-undelivered", action="store_true", help=lose)
+    parser.add_argument("--yes", action="store_true", help="do not ask, for scripts")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    runs, keeper = arguments.dir / "runs", Housekeeper(arguments.discard_undelivered)
+    wanted = [
+        lookup.require(runs, name, among_deleted=arguments.restore)
+        for name in dict.fromkeys(arguments.run_names)
+    ]
+    for folder in wanted:
+        if folder.identity.parent is not None:
+            raise UserError(
+                f"{folder.path.name} belongs to {folder.identity.parent}: name that run"
+            )
+        if arguments.restore:
+            keeper.restore(folder)
+            print(f"{folder.path.name} is back")
+    if arguments.restore:
+        return FINISHED
+    # All are checked first, so that a mistake deletes nothing.
+    for folder in wanted:
+        obstacle = keeper.obstacle(folder)
+        if obstacle is not None:
+            raise UserError(f"{folder.path.name} stays: {obstacle}")
+    return delete(keeper, wanted, yes=arguments.yes)
+
+
+def delete(keeper: Housekeeper, folders: Sequence[RunFolder], *, yes: bool) -> int:
+    """Show the runs, ask, and delete them; return the exit code."""
+    show(keeper, folders)
+    if not confirmed(f"delete {_count(folders)}", yes=yes):
+        return FAILED
+    for folder in folders:
+        keeper.delete(folder)
+    name = folders[0].path.name if len(folders) == 1 else "RUN"
+    print(f"deleted {_count(folders)}; bring back: {program()} delete --restore {name}")
+    print(f"free the disk: {program()} prune --deleted")
+    return FINISHED
+
+
+def show(keeper: Housekeeper, folders: Sequence[RunFolder]) -> None:
+    """Print the runs, and how many bytes of this machine they take."""
+    table, total = Table(box=None, pad_edge=False), 0
+    for heading in ("run", "status", "size", "age"):
+        table.add_column(heading, overflow="fold")
+    for folder in folders:
+        one, count = read_summary(folder), keeper.bytes(folder)
+        total += count
+        others = f" and {len(folder.children)} more" if folder.children else ""
+        age = age_text(time.time() - one.started)
+        table.add_row(f"{one.name}{others}", one.status, size_text(count), age)
+    table_console().print(table)
+    print(f"{_count(folders)}, {size_text(total)} with MLflow's files", flush=True)
+
+
+def confirmed(question: str, *, yes: bool) -> bool:
+    """Ask on a terminal. Raises UserError where nobody can answer and `yes` was not said."""
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        raise UserError(f"nobody is asked here: add --yes to {question}")
+    return input(f"{question}? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def _count(folders: Sequence[RunFolder]) -> str:
+    return "1 run" if len(folders) == 1 else f"{len(folders)} runs"

@@ -1,0 +1,129 @@
+"""``rankzero prune``: delete old runs, or free the disk of deleted ones."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+
+from rankzero.catalog import filters, lookup
+from rankzero.catalog.summary import ELSEWHERE, Summary
+from rankzero.cli.commands.delete import add_confirmation, confirmed, delete, show
+from rankzero.cli.commands.runs import size_text
+from rankzero.errors import FAILED, FINISHED, UserError
+from rankzero.housekeeping.deletion import Housekeeper
+from rankzero.launch.failures import reason
+from rankzero.redaction.text import line_without_secrets
+from rankzero.run_store import removal
+from rankzero.run_store.folder import RunFolder
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    best = "keep the N best runs of each experiment and goal"
+    add("--keep-best", type=int, metavar="N", help=best)
+    old = "only runs that ended so long ago: 12h, 30d"
+    add("--older-than", type=_span, metavar="TIME", help=old)
+    add("--experiment", metavar="NAME", help="only runs of this MLflow experiment")
+    free = "erase deleted runs for good: their folders, and MLflow's files in a local store"
+    add("--deleted", action="store_true", help=free)
+    add("--dry-run", action="store_true", help="only show what would go")
+    add_confirmation(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    best, age = arguments.keep_best, arguments.older_than
+    if best is not None and (best < 0 or arguments.deleted):
+        raise UserError("--keep-best N takes 0 or more, and is not for --deleted")
+    if best is None and age is None and not arguments.deleted:
+        raise UserError("say which runs: --keep-best N, --older-than 30d, or --deleted")
+    runs, keeper = arguments.dir / "runs", Housekeeper(arguments.discard_undelivered)
+    if not arguments.dry_run and (left := removal.tidy(runs)):
+        print(f"freed {size_text(left)} that a killed command left")
+    known = lookup.listed(runs)
+    if arguments.deleted:
+        _ask_servers(keeper, known)
+        known = lookup.listed(runs, among_deleted=True)
+    chosen = _chosen(known, best, age, arguments.experiment)
+    able = [one.folder for one in chosen if _may_go(keeper, one)]
+    if not able:
+        print("nothing to delete" if not arguments.deleted else "no deleted run takes up disk")
+        return FINISHED
+    if arguments.dry_run:
+        show(keeper, able)
+        return FINISHED
+    if arguments.deleted:
+        return _free(keeper, able, yes=arguments.yes)
+    return delete(keeper, able, yes=arguments.yes)
+
+
+def _span(text: str) -> float:
+    seconds = filters.seconds(text)
+    if seconds is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: write 90s, 5min, 12h or 30d")
+    return seconds
+
+
+def _chosen(
+    runs: Sequence[Summary],
+    keep_best: int | None,
+    older_than: float | None,
+    experiment: str | None,
+) -> list[Summary]:
+    """Return the runs that are old enough and not among the best. Children go with their run."""
+    ended = [one for one in runs if not (one.lives or one.status == ELSEWHERE or one.parent)]
+    rivals: dict[tuple[str, str], list[Summary]] = defaultdict(list)
+    for one in ended:
+        if one.best is not None and one.best == one.best:
+            rivals[one.experiment, one.goal].append(one)
+    # A study without a value to compare is not worse than the others.
+    kept = {one.name for one in ended if keep_best and one.best is None and one.folder.children}
+    for found in rivals.values():
+        sign = -1.0 if found[0].params.get("goal.mode") == "max" else 1.0
+        found.sort(key=lambda one: sign * (one.best or 0.0))
+        kept |= {one.name for one in found[: keep_best or 0]}
+    return [
+        one
+        for one in ended
+        if one.name not in kept
+        and (older_than is None or time.time() - one.started - one.seconds >= older_than)
+        and experiment in (None, one.experiment)
+    ]
+
+
+def _may_go(keeper: Housekeeper, one: Summary) -> bool:
+    """Return whether the run may go. Says why if not."""
+    try:
+        why = keeper.obstacle(one.folder)
+    except Exception as error:  # as an MLflow that does not answer
+        why = line_without_secrets(f"MLflow does not answer: {reason(error)}")
+    if why is not None:
+        print(f"kept: {one.name}: {why}")
+    return why is None
+
+
+def _ask_servers(keeper: Housekeeper, known: Sequence[Summary]) -> None:
+    try:
+        keeper.mark_deleted_on_servers([one.folder for one in known if not one.lives])
+    except Exception as error:  # deleted runs of other stores can be freed nevertheless
+        print(line_without_secrets(f"MLflow does not say what is deleted there: {reason(error)}"))
+
+
+def _free(keeper: Housekeeper, folders: Sequence[RunFolder], *, yes: bool) -> int:
+    show(keeper, folders)
+    if not confirmed("erase them for good", yes=yes):
+        return FAILED
+    code, freed = FINISHED, 0
+    for folder in folders:
+        try:
+            count = keeper.bytes(folder)
+            if keeper.free(folder):
+                freed += count
+            else:
+                print(f"kept: {folder.path.name}: it was restored in MLflow")
+        except Exception as error:  # the others can be freed nevertheless
+            print(line_without_secrets(f"kept: {folder.path.name}: {reason(error)}"))
+            code = FAILED
+    print(f"freed {size_text(freed)}")
+    return code

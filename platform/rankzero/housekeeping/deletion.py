@@ -1,0 +1,178 @@
+"""Delete runs, bring them back, and free their disk. docs/decisions/0042 has the reasons.
+
+A deleted run is whole: MLflow and this disk keep all of it until `free`. Each function finishes
+what a killed call began.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+from rankzero.catalog import deleted, lookup
+from rankzero.errors import UserError
+from rankzero.mlflow_store import uris
+from rankzero.run_store import removal, run_locks
+from rankzero.run_store.attempt import is_written, sole_launcher
+from rankzero.run_store.folder import RunFolder, write_atomically
+from rankzero.tracking import delivery_status
+from rankzero.tracking.open_run import connect
+from rankzero.tuning.options import STUDIES, default_storage
+
+if TYPE_CHECKING:
+    from rankzero.mlflow_store.client.deletion import MlflowDeletion
+
+
+def parts(folder: RunFolder) -> list[RunFolder]:
+    """Return a run and its children, which go where it goes."""
+    return [folder, *(one for one in folder.children if (one.path / "run.json").exists())]
+
+
+@dataclasses.dataclass
+class Housekeeper:
+    """Deletes and frees runs. It asks each tracking store once for what concerns all runs."""
+
+    discard_undelivered: bool = False
+    """Whether what MLflow lacks may be lost."""
+
+    def __post_init__(self) -> None:
+        self._stores: dict[str, MlflowDeletion] = {}
+
+    def obstacle(self, folder: RunFolder) -> str | None:
+        """Return why this run stays, or None."""
+        if folder.path.is_symlink():
+            return "its folder is a link: delete the folder that it leads to yourself"
+        if any(map(_is_used, parts(folder))):
+            return "it runs, or its delivery does"
+        lacks = _undelivered(folder)
+        if lacks and not self.discard_undelivered:
+            name = folder.path.name
+            return f"MLflow lacks {lacks}: rankzero sync {name}, or --discard-undelivered"
+        names = [name for one in parts(folder) for name in self._registered(one)]
+        if names:
+            return f"its files are registered as {', '.join(names)}: delete that version first"
+        return None
+
+    def bytes(self, folder: RunFolder) -> int:
+        """Return what `free` frees here: of the run, its children, and MLflow's local files."""
+        places = [one.path for one in parts(folder)]
+        for one in parts(folder):
+            store, run_id = self._store(one), lookup.mlflow_id(one)
+            if store is not None and run_id is not None and store.is_local:
+                places += store.places(run_id)
+        return removal.size(places)
+
+    def delete(self, folder: RunFolder) -> None:
+        """Delete a run and its children, restorable until `free`."""
+        # The run first: its children are hidden with it, whatever happens next.
+        for one in parts(folder):
+            store, run_id = self._store(one), lookup.mlflow_id(one)
+            if store is not None and run_id is not None:
+                store.delete(run_id)
+            if one == folder and not self._in_embedded_store(folder):
+                mark(folder)
+
+    def restore(self, folder: RunFolder) -> None:
+        """Bring a deleted run and its children back. Raises UserError if MLflow erased it."""
+        for one in reversed(parts(folder)):
+            store, run_id = self._store(one), lookup.mlflow_id(one)
+            there = store is None or run_id is None or store.restore(run_id)
+            if one == folder and not there:
+                raise UserError(
+                    f"MLflow has erased {folder.path.name}; its folder {folder.path} stays until "
+                    "`rankzero prune --deleted`"
+                )
+        folder.deleted.unlink(missing_ok=True)
+
+    def free(self, folder: RunFolder) -> bool:
+        """Erase a deleted run and its children, here and in a local store.
+
+        Return False if somebody has restored the run. Raises UserError if somebody uses it.
+        """
+        with contextlib.ExitStack() as locks:
+            for one in parts(folder):
+                locks.enter_context(sole_launcher(one, machines=1))
+                if not locks.enter_context(run_locks.lock(one, 0)) or is_written(one):
+                    raise UserError(f"{one.path.name}: another process uses it: it is kept")
+            store, run_id = self._store(folder), lookup.mlflow_id(folder)
+            if store is not None and run_id is not None and store.is_active(run_id):
+                folder.deleted.unlink(missing_ok=True)
+                return False
+            # From now on it is deleted, also where MLflow does not know it any more.
+            mark(folder)
+            _forget_study(folder)
+            # The run last: until then it has its children, and another call finds all of them.
+            for one in reversed(parts(folder)):
+                store, run_id = self._store(one), lookup.mlflow_id(one)
+                if store is not None and run_id is not None and store.is_local:
+                    store.erase(run_id)
+                removal.remove(one)
+        return True
+
+    def mark_deleted_on_servers(self, folders: list[RunFolder]) -> None:
+        """Mark the runs that somebody deleted on their server. Others are not asked about."""
+        gone: dict[str, set[str]] = {}
+        for folder in folders:
+            uri, store = folder.identity.tracking_uri, self._store(folder)
+            if store is not None and uri != _embedded(folder):
+                gone[uri] = gone[uri] if uri in gone else store.deleted()
+                if lookup.mlflow_id(folder) in gone[uri]:
+                    mark(folder)
+
+    def _registered(self, folder: RunFolder) -> list[str]:
+        store, run_id = self._store(folder), lookup.mlflow_id(folder)
+        return [] if store is None or run_id is None else store.registered(run_id)
+
+    def _store(self, folder: RunFolder) -> MlflowDeletion | None:
+        """Return the run's store, or None if its MLflow never had the run."""
+        if lookup.mlflow_id(folder) is None:
+            return None
+        uri = folder.identity.tracking_uri
+        path = uris.sqlite_path(uri)
+        # A database that is gone would be made anew.
+        if path is not None and not path.exists():
+            return None
+        if uri not in self._stores:
+            self._stores[uri] = connect(uri).deletion
+        return self._stores[uri]
+
+    def _in_embedded_store(self, folder: RunFolder) -> bool:
+        store = deleted.read_store(folder.path.parent)
+        return (lookup.mlflow_id(folder) or "") in store.runs
+
+
+def mark(folder: RunFolder) -> None:
+    """Mark a run as deleted, for lists."""
+    if not folder.deleted.exists():
+        write_atomically(folder.deleted, time.strftime("%Y-%m-%d %H:%M:%S\n"))
+
+
+def _embedded(folder: RunFolder) -> str:
+    return uris.default_tracking_uri(folder.path.parent.parent)
+
+
+def _forget_study(folder: RunFolder) -> None:
+    """Delete a search's study, or else the same command would continue it without its trials."""
+    database = folder.path.parent.parent / STUDIES
+    if folder.children and database.exists():
+        # The import of Optuna takes a second.
+        from rankzero.tuning.study import delete_study
+
+        delete_study(default_storage(database.parent), folder.path.name)
+
+
+def _is_used(folder: RunFolder) -> bool:
+    return (
+        is_written(folder) or run_locks.is_recording(folder) or run_locks.has_live_recorder(folder)
+    )
+
+
+def _undelivered(folder: RunFolder) -> str:
+    """Return what MLflow lacks of a run and its children, in words."""
+    found = delivery_status.combined_status(folder)
+    late = ["the best model"] if any(one.late_model.exists() for one in parts(folder)) else []
+    if not (found.pending or late or found.run_id is None):
+        return ""
+    return ", ".join([*found.lacks, *late]) or "the whole run"

@@ -1,0 +1,113 @@
+"""Delete runs, bring them back, and erase them with their files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mlflow import MlflowClient
+from mlflow.entities import Run, ViewType
+from mlflow.exceptions import MlflowException
+
+from rankzero.mlflow_store import uris
+from rankzero.mlflow_store.client import mlflow_compat
+from rankzero.mlflow_store.client.artifact_locations import ArtifactLocations
+from rankzero.mlflow_store.client.models import MlflowModels
+from rankzero.mlflow_store.client.records import RunRecord
+
+
+class MlflowDeletion:
+    """The deletion of one tracking store's runs."""
+
+    def __init__(
+        self,
+        client: MlflowClient,
+        tracking_uri: str,
+        locations: ArtifactLocations,
+        models: MlflowModels,
+    ) -> None:
+        self._client, self._locations, self._models = client, locations, models
+        self.is_local = uris.sqlite_path(tracking_uri) is not None
+        """Whether runs can be erased from here: from a server, only its administrator can."""
+
+    def deleted(self) -> set[str]:
+        """Return the ids of all runs that are deleted and can be restored."""
+        experiments = self._client.search_experiments(view_type=ViewType.ALL)
+        ids = [experiment.experiment_id for experiment in experiments]
+        found: set[str] = set()
+        token: str | None = None
+        while ids:
+            page = self._client.search_runs(
+                ids, run_view_type=ViewType.DELETED_ONLY, max_results=1000, page_token=token
+            )
+            found |= {str(run.info.run_id) for run in page}
+            token = page.token
+            if not token:
+                break
+        return found
+
+    def delete(self, run_id: str) -> None:
+        """Delete a run until `restore`. A run that is deleted or gone stays so."""
+        if self.is_active(run_id):
+            self._client.delete_run(run_id)
+
+    def restore(self, run_id: str) -> bool:
+        """Bring a deleted run back. Return False if it is gone."""
+        if self._found(run_id) is None:
+            return False
+        self._client.restore_run(run_id)
+        return True
+
+    def registered(self, run_id: str) -> list[str]:
+        """Return the versions in the model registry that a run's files are the source of."""
+        run = self._record(run_id)
+        ids = {run_id} | ({model.model_id for model in self._models.of_run(run)} if run else set())
+        found, token = [], None
+        while True:
+            page = self._client.search_model_versions(page_token=token)
+            for version in page:
+                source = (str(version.run_id), *str(version.source).split("/"))
+                if not ids.isdisjoint(source):
+                    found.append(f"{version.name}/{version.version}")
+            token = page.token
+            if not token:
+                return found
+
+    def places(self, run_id: str) -> list[Path]:
+        """Return the folders of this machine that have the files of a run and its models."""
+        run = self._record(run_id)
+        if run is None:
+            return []
+        models = map(self._locations.of_model, self._models.of_run(run))
+        found = (one.folder for one in (self._locations.of_run(run_id), *models))
+        return [folder for folder in found if folder is not None]
+
+    def erase(self, run_id: str) -> None:
+        """Erase a deleted run of a local database with its models and all their files.
+
+        A second call continues what a killed one began.
+        """
+        run = self._record(run_id)
+        if run is None:
+            return
+        for model in self._models.of_run(run):
+            self._models.delete_checkpoint(model.model_id)
+            mlflow_compat.erase(self._client, model_id=model.model_id)
+        self._locations.of_run(run_id).delete()
+        mlflow_compat.erase(self._client, run_id=run_id)
+
+    def is_active(self, run_id: str) -> bool:
+        """Return whether the run is there and not deleted."""
+        run = self._found(run_id)
+        return run is not None and run.info.lifecycle_stage == "active"
+
+    def _record(self, run_id: str) -> RunRecord | None:
+        run = self._found(run_id)
+        return None if run is None else RunRecord.of(run)
+
+    def _found(self, run_id: str) -> Run | None:
+        try:
+            return self._client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return None
+            raise

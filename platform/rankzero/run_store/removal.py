@@ -1,0 +1,70 @@
+"""Sizes of runs on disk, and their removal: a folder disappears in one step or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from rankzero.run_store import disk
+from rankzero.run_store.folder import RunFolder
+
+# A folder in the folder of the runs. It has no run.json, so nobody takes it for a run.
+_LEFTOVERS = ".leftovers"
+# An import works there. None takes a day.
+_ABANDONED_SECONDS = 86400.0
+
+
+def size(folders: Iterable[Path]) -> int:
+    """Return the bytes of all files below the folders; a file with several hard links once."""
+    found = {}
+    for folder in folders:
+        for file in _files(str(folder)):
+            # It may be gone meanwhile.
+            with contextlib.suppress(OSError):
+                stat = file.stat(follow_symlinks=False)
+                found[stat.st_dev, stat.st_ino] = stat.st_size
+    return sum(found.values())
+
+
+def _files(folder: str) -> Iterator[os.DirEntry[str]]:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _files(entry.path)
+            else:
+                yield entry
+
+
+def workplace(runs: Path, kind: str) -> Path:
+    """Return the path of a new folder that is no run: what a kill leaves there, `tidy` removes."""
+    (runs / _LEFTOVERS).mkdir(parents=True, exist_ok=True)
+    return runs / _LEFTOVERS / f"{kind}-{secrets.token_hex(4)}"
+
+
+def remove(folder: RunFolder) -> None:
+    """Remove a run's folder. The caller holds the run's locks, and MLflow's part is gone.
+
+    A kill leaves the run, or a leftover.
+    """
+    leftover = workplace(folder.path.parent, "removed")
+    folder.path.rename(leftover)
+    disk.sync(folder.path.parent)
+    shutil.rmtree(leftover)
+
+
+def tidy(runs: Path) -> int:
+    """Remove what killed removals and imports left; return its bytes."""
+    freed = 0
+    with contextlib.suppress(FileNotFoundError):
+        for left in (runs / _LEFTOVERS).iterdir():
+            with contextlib.suppress(OSError):
+                age = time.time() - left.stat().st_mtime
+                if left.name.startswith("removed-") or age > _ABANDONED_SECONDS:
+                    freed += size([left])
+                    shutil.rmtree(left)
+    return freed

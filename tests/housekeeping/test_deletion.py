@@ -1,0 +1,281 @@
+"""`rankzero delete` and `prune`: what they take, what they leave, and what brings it back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rankzero.catalog import lookup
+from rankzero.catalog.lookup import mlflow_id
+from rankzero.cli.main import main
+from rankzero.events import Event
+from rankzero.housekeeping.deletion import Housekeeper
+from rankzero.mlflow_store import uris
+from rankzero.mlflow_store.client import MlflowRuns
+from rankzero.run_store import removal, run_locks
+from rankzero.run_store.folder import RunFolder
+from rankzero.tracking import sync
+from support.runs import append, ended, make_folder, saved, started, steps
+from support.stores import Server, copied
+
+Here = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def root(tmp_path: Path, empty_database: Path) -> Path:
+    """The folder of an embedded store."""
+    (tmp_path / "mlruns").mkdir()
+    copied(empty_database, tmp_path / "mlruns")
+    return tmp_path / "mlruns"
+
+
+@pytest.fixture
+def here(root: Path, capsys: pytest.CaptureFixture[str]) -> Here:
+    """Run a command on the store; return its exit code and what it printed."""
+
+    def run(*words: object) -> tuple[int, str]:
+        code = main([*map(str, words), "--dir", str(root)])
+        captured = capsys.readouterr()
+        return code, captured.err + captured.out
+
+    return run
+
+
+def finished(
+    root: Path, name: str, *more: Event, deliver: bool = True, **changes: str
+) -> RunFolder:
+    """A run that has ended, with a checkpoint of a megabyte; delivered."""
+    uri = uris.default_tracking_uri(root)
+    artifacts = uris.artifact_root(uri)
+    folder = make_folder(root, uri, name=name, artifact_root=artifacts, **changes)
+    folder.artifacts.mkdir()
+    (folder.artifacts / "notes.txt").write_text(name)
+    append(folder, started(), steps(1, 5), saved(folder, 5, size=1_000_000), *more, ended())
+    if deliver:
+        assert sync.deliver(folder).complete
+    return folder
+
+
+def names(root: Path, *, among_deleted: bool = False) -> set[str]:
+    return {run.name for run in lookup.listed(root / "runs", among_deleted=among_deleted)}
+
+
+def store(root: Path) -> MlflowRuns:
+    return MlflowRuns(uris.default_tracking_uri(root))
+
+
+def client(root: Path) -> object:
+    return store(root)._client
+
+
+def test_run_that_is_deleted_in_mlflow_is_listed_again_when_it_is_restored_there(
+    root: Path, here: Here
+) -> None:
+    run_id = mlflow_id(finished(root, "one"))
+    assert run_id is not None
+    finished(root, "two")
+    store(root).deletion.delete(run_id)
+    assert names(root) == {"two"} and names(root, among_deleted=True) == {"one"}
+    code, output = here("report", "one")
+    assert code == 2 and "rankzero delete --restore one" in output
+    assert here("sync")[0] == 0
+    store(root).deletion.restore(run_id)
+    assert names(root) == {"one", "two"}
+
+
+def test_delete_restore_and_prune(root: Path, here: Here) -> None:
+    one, two = finished(root, "one"), finished(root, "two")
+    run_id = mlflow_id(one)
+    assert run_id is not None
+    places = store(root).deletion.places(run_id)
+    code, output = here("delete", "one")
+    assert code == 2 and "--yes" in output and names(root) == {"one", "two"}, output
+    code, output = here("delete", "one", "--yes")
+    # Hard links of the checkpoint in MLflow's folder are counted once.
+    assert code == 0 and "1 run, 1 MB with MLflow's files" in output, output
+    assert names(root) == {"two"} and not store(root).deletion.is_active(run_id)
+    assert here("delete", "--restore", "one")[0] == 0
+    assert names(root) == {"one", "two"} and store(root).deletion.is_active(run_id)
+    assert here("delete", "--restore", "two")[0] == 2
+    here("delete", "one", "--yes")
+    code, output = here("prune", "--deleted", "--dry-run")
+    assert code == 0 and "one" in output and one.path.exists()
+    code, output = here("prune", "--deleted", "--yes")
+    assert code == 0 and "freed 1 MB" in output, output
+    assert not one.path.exists() and places and not any(place.exists() for place in places)
+    assert store(root).deletion.deleted() == set() and two.checkpoints.exists()
+    assert names(root) == {"two"} and here("prune", "--deleted", "--yes")[0] == 0
+
+
+def test_run_that_mlflow_gc_took_is_not_listed_and_its_disk_is_freed(
+    root: Path, here: Here
+) -> None:
+    one = finished(root, "one")
+    finished(root, "two")
+    run_id = mlflow_id(one)
+    assert run_id is not None
+    store(root).deletion.delete(run_id)
+    uri = uris.default_tracking_uri(root)
+    gc = [sys.executable, "-m", "mlflow", "gc", "--backend-store-uri", uri, "--tracking-uri", uri]
+    subprocess.run([*gc, "--run-ids", run_id], check=True, capture_output=True)
+    assert names(root) == {"two"} and names(root, among_deleted=True) == {"one"}
+    assert here("prune", "--deleted", "--yes")[0] == 0 and not one.path.exists()
+
+
+def test_run_stays_listed_if_the_database_was_lost_or_restored(
+    root: Path, empty_database: Path
+) -> None:
+    finished(root, "one")
+    shutil.copytree(root, root.parent / "before")
+    finished(root, "two")
+    # A backup without the newest run, whose artifacts are still there.
+    for path in root.glob("mlflow.db*"):
+        path.unlink()
+    for path in (root.parent / "before").glob("mlflow.db*"):
+        shutil.copy(path, root)
+    assert names(root) == {"one", "two"}
+    for path in root.glob("mlflow.db*"):
+        path.unlink()
+    shutil.rmtree(root / "artifacts")
+    copied(empty_database, root)
+    finished(root, "three")
+    assert names(root) == {"one", "two", "three"}
+
+
+def test_run_without_mlflow_is_deleted_by_a_mark(root: Path, here: Here) -> None:
+    folder = finished(root, "one", deliver=False)
+    code, output = here("delete", "one", "--yes")
+    assert code == 2 and "MLflow lacks the whole run" in output and names(root) == {"one"}
+    assert here("delete", "one", "--yes", "--discard-undelivered")[0] == 0 and not names(root)
+    assert here("delete", "--restore", "one")[0] == 0 and names(root) == {"one"}
+    here("delete", "one", "--yes", "--discard-undelivered")
+    code, output = here("prune", "--deleted", "--yes")
+    assert "kept: one: MLflow lacks" in output and folder.path.exists()
+    assert here("prune", "--deleted", "--yes", "--discard-undelivered")[0] == 0
+    assert not folder.path.exists()
+
+
+def test_run_that_is_used_stays(root: Path, here: Here) -> None:
+    folder = finished(root, "one")
+    with run_locks.lock(folder, 0):
+        code, output = here("delete", "one", "--yes")
+        assert code == 2 and "it runs, or its delivery does" in output
+        code, output = here("prune", "--keep-best", 0, "--yes")
+        assert code == 0 and "kept: one: it runs" in output and names(root) == {"one"}
+    running = make_folder(root, uris.default_tracking_uri(root), name="running")
+    run_locks.claim(running, 0)
+    append(running, started())
+    assert "it runs" in here("delete", "running", "--yes", "--discard-undelivered")[1]
+    # Whoever deletes it in MLflow still sees that it runs.
+    running.deleted.touch()
+    assert "running" in names(root)
+
+
+def test_registered_model_keeps_its_run(root: Path, here: Here) -> None:
+    folder = finished(root, "one")
+    tracker = store(root)
+    record = tracker.find_run("one")
+    (checkpoint,) = tracker.models.list_checkpoints(record)
+    assert tracker.models.register(record, checkpoint.model_id, "digits") == 1
+    code, output = here("delete", "one", "--yes")
+    assert code == 2 and "registered as digits/1" in output and names(root) == {"one"}
+    tracker.deletion.delete(record.run_id)
+    code, output = here("prune", "--deleted", "--yes")
+    assert code == 0 and "kept: one: its files are registered" in output
+    assert folder.path.exists() and all(map(Path.exists, tracker.deletion.places(record.run_id)))
+
+
+def test_children_go_with_their_run(root: Path, here: Here) -> None:
+    study = finished(root, "study")
+    trial = finished(root, "study-t00", deliver=False, parent="study")
+    study.add_child("study-t00")
+    sync.deliver(study)
+    assert "belongs to study" in here("delete", "study-t00", "--yes")[1]
+    code, output = here("delete", "study", "--yes")
+    assert code == 0 and "study and 1 more" in output and "2 MB" in output and not names(root)
+    assert len(store(root).deletion.deleted()) == 2
+    here("delete", "--restore", "study")
+    assert names(root) == {"study", "study-t00"} and not store(root).deletion.deleted()
+    # Deleted in MLflow, which deletes one run at a time.
+    run_id = mlflow_id(study)
+    assert run_id is not None
+    store(root).deletion.delete(run_id)
+    assert not names(root)
+    assert here("prune", "--deleted", "--yes")[0] == 0
+    assert not study.path.exists() and not trial.path.exists()
+
+
+def test_prune_keeps_the_best_and_the_young(root: Path, here: Here) -> None:
+    for number in range(4):
+        folder = make_folder(root, uris.default_tracking_uri(root), name=f"run-{number}")
+        at = time.time() - 86400 * number
+        start = dataclasses.replace(started(), time=at)
+        append(folder, start, ended(metrics={"best": number / 10}, at=at))
+        sync.deliver(folder)
+    assert here("prune")[0] == 2 and here("prune", "--older-than", "old")[0] == 2
+    code, output = here("prune", "--keep-best", 1, "--older-than", "36h", "--dry-run")
+    assert code == 0 and "run-2" in output and "run-1" not in output and len(names(root)) == 4
+    assert here("prune", "--keep-best", 1, "--experiment", "others", "--yes")[0] == 0
+    assert len(names(root)) == 4
+    assert here("prune", "--keep-best", 1, "--older-than", "36h", "--yes")[0] == 0
+    assert names(root) == {"run-0", "run-1", "run-3"}
+
+
+@pytest.mark.parametrize("at", ["erase", "remove", "rmtree"])
+def test_kill_while_a_run_is_freed_leaves_nothing_for_ever(
+    root: Path, here: Here, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    folder = finished(root, "one")
+    keeper = Housekeeper()
+    keeper.delete(folder)
+
+    def die(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+        if at == "erase":
+            patched.setattr("rankzero.mlflow_store.client.mlflow_compat.erase", die)
+        else:
+            patched.setattr(removal.shutil if at == "rmtree" else removal, at, die)
+        keeper.free(folder)
+    assert not names(root)
+    assert here("prune", "--deleted", "--yes")[0] == 0
+    assert lookup.folders(root / "runs") == [] and store(root).deletion.deleted() == set()
+    assert not list((root / "runs").rglob("state.pt")) and not list(root.rglob("state.pt"))
+
+
+def test_sizes_are_in_lists(root: Path, here: Here) -> None:
+    finished(root, "one", deliver=False)
+    assert "1 MB" in here("runs")[1] and "no run matches" in here("runs", "size>2e6")[1]
+    (listed,) = json.loads(here("runs", "--json")[1])
+    assert 1_000_000 < listed["bytes"] < 1_100_000
+
+
+def test_runs_on_a_server(root: Path, here: Here, server: Server) -> None:
+    folders = []
+    for name in ("one", "two"):
+        folders.append(make_folder(root, server.uri, name=name))
+        append(folders[-1], started(), ended())
+        assert sync.deliver(folders[-1]).complete
+    one, two = folders
+    tracker, ids = MlflowRuns(server.uri), [mlflow_id(folder) or "" for folder in folders]
+    assert here("delete", "one", "--yes")[0] == 0
+    assert names(root) == {"two"} and not tracker.deletion.is_active(ids[0])
+    # Another one is deleted on the server, where this machine's lists do not look.
+    tracker.deletion.delete(ids[1])
+    assert "2 runs" in here("prune", "--deleted", "--dry-run")[1] and not names(root)
+    tracker.deletion.restore(ids[0])
+    code, output = here("prune", "--deleted", "--yes")
+    assert code == 0 and "kept: one: it was restored" in output, output
+    assert one.path.exists() and not two.path.exists() and names(root) == {"one"}
+    # The server's own copies are its administrator's.
+    assert ids[1] in tracker.deletion.deleted()
