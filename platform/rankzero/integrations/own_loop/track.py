@@ -71,29 +71,19 @@ def track(
     root = root_of(folder).absolute()
     uri = uris.resolve_tracking_uri(tracking_uri, os.environ, root)
     offline = is_offline(offline)
-    artifacts = uris.artifact_root(uri)
     if not offline:
         uris.prepare_store(uri)
-        drivers.require_artifact_root(uri, artifacts)
-    identity = Identity(
-        name or "",
-        secrets.token_hex(16),
-        experiment,
-        uri,
-        artifacts,
-        project_dir=str(Path.cwd()),
-    )
-    if name is not None and deleted.is_hidden(RunFolder(root / "runs" / name)):
-        raise UserError(
-            f"the run {name!r} is deleted: `rankzero delete --restore {name}`, or choose another"
-        )
-    if name is None:
-        identity = _with_new_name(root / "runs", identity)
+        drivers.require_artifact_root(uri, uris.artifact_root(uri))
+    identity = _identity(experiment, name, uri, root / "runs")
     open_log = functools.partial(_open_log, root / "runs", mine, offline=offline)
-    settings = settings_without_secrets(params)
-    named = name is not None
     return TrackedRun(
-        open_log, identity, goal or Goal(), keep, settings, offline=offline, named=named
+        open_log,
+        identity,
+        goal or Goal(),
+        keep,
+        settings_without_secrets(params),
+        offline=offline,
+        named=name is not None,
     )
 
 
@@ -101,14 +91,27 @@ def _goal_params(goal: Goal | None) -> dict[str, str]:
     return {} if goal is None else {f"goal.{k}": value for k, value in params_of(goal).items()}
 
 
-def _with_new_name(runs: Path, identity: Identity) -> Identity:
-    """Create the folder of a run that the user did not name; return its identity."""
-    while True:
-        named = dataclasses.replace(identity, name=new_name(runs))
+def _identity(experiment: str, name: str | None, uri: str, runs: Path) -> Identity:
+    """Return the identity of a run. Without a `name`, creates the folder of a new one."""
+    if name is not None and deleted.is_hidden(RunFolder(runs / name)):
+        raise UserError(
+            f"the run {name!r} is deleted: `rankzero delete --restore {name}`, or choose another"
+        )
+    identity = Identity(
+        name or "",
+        secrets.token_hex(16),
+        experiment,
+        uri,
+        uris.artifact_root(uri),
+        project_dir=str(Path.cwd()),
+    )
+    while name is None:
+        identity = dataclasses.replace(identity, name=new_name(runs))
         # Another run may have drawn the same name at the same moment.
         with contextlib.suppress(FileExistsError):
-            RunFolder.create(runs, named)
-            return named
+            RunFolder.create(runs, identity)
+            break
+    return identity
 
 
 def _open_log(runs: Path, mine: ranks.Ranks, identity: Identity, *, offline: bool) -> RunLog:
