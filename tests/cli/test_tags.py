@@ -15,6 +15,7 @@ from rankzero.events import RunStarted
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.tracking import sync
 from rankzero.tuning.reports.study_run import StudyRun
+from rankzero.tuning.space import make_space
 from support.commands import TINY, Command, events, tracked
 from support.runs import append, ended, make_folder, started
 from support.training import tiny
@@ -115,7 +116,7 @@ def test_a_study_does_not_go_on_in_a_run_of_another_kind(tmp_path: Path) -> None
 
     def named(verb: str, name: str) -> str:
         words = [verb, str(TINY), "--offline", "--dir", str(tmp_path), "--name", name]
-        return study_identity(main.parse(words), tiny(), 1, verb).name
+        return study_identity(main.parse(words), make_space(tiny(), 1, 0.5), verb).name
 
     assert named("search", "b") == "b" and named("probe", "c") == "c" and named("probe", "e") == "e"
     for verb, name in ("search", "a"), ("probe", "b"), ("search", "c"), ("search", "d"):

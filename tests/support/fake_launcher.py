@@ -40,10 +40,16 @@ class FakeLauncher:
         self.started: list[Experiment] = []
         self.running: list[FakeRunning] = []
 
-    def start(self, experiment: Experiment, name: str) -> FakeRunning:
+    def start(self, experiment: Experiment, name: str, processes: int | None = None) -> FakeRunning:
         self.started.append(experiment)
         self.running.append(
-            FakeRunning(self, experiment, name, self.fate(len(self.started) - 1, experiment))
+            FakeRunning(
+                self,
+                experiment,
+                name,
+                self.fate(len(self.started) - 1, experiment),
+                processes or 1,
+            )
         )
         return self.running[-1]
 
@@ -80,8 +86,14 @@ class FakeRunning:
     """One trial: an epoch's events at a time."""
 
     def __init__(
-        self, launcher: FakeLauncher, experiment: Experiment, name: str, fate: str
+        self,
+        launcher: FakeLauncher,
+        experiment: Experiment,
+        name: str,
+        fate: str,
+        devices: int,
     ) -> None:
+        self.devices = devices
         self.launcher, self.experiment, self.name, self.fate = launcher, experiment, name, fate
         self.asked: list[str] = []
         self.closed = False
@@ -119,7 +131,9 @@ class FakeRunning:
         self.closed, self.ended = True, self.launcher.tick()
 
     def _tell(self) -> Iterator[list[Event]]:
-        batch, speed = self.experiment.train.batch_size, self.launcher.speed(self.experiment)
+        batch = self.experiment.train.batch_size
+        together = self.devices / (1 + 0.2 * (self.devices - 1))
+        speed = together * self.launcher.speed(self.experiment)
         yield [RunStarted(0.0, {}, {}, 1)]
         if self.fate == "hang":
             yield [RunEnded(1.0, "FAILED", self.asked[0], None, {})]

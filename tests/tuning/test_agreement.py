@@ -89,6 +89,22 @@ def test_a_helper_with_another_space_is_refused(study: Study) -> None:
         check_space(study, other, SearchOptions())
 
 
+def test_a_study_keeps_its_numbers_of_devices(study: Study) -> None:
+    both = make_space(Mine(), 1, 0.5, samples=1000, more=(2,))
+    assert agree_on_space(study, both, [], SearchOptions()).devices == (1, 2)
+    assert check_space(study, both, SearchOptions()).devices == (1, 2)
+    with pytest.raises(UserError, match=r"on 1,2 devices, .* asks for 1: give --nproc 1,2, or"):
+        agree_on_space(study, SPACE_OF_MINE, [], SearchOptions())
+
+
+def test_a_study_of_an_older_version_has_one_number_of_devices(study: Study) -> None:
+    study.note(SPACE, {"batch_sizes": [32], "precisions": ["fp32"], "signature": "", "speed": {}})
+    assert agree_on_space(study, SPACE_OF_MINE, [], SearchOptions()).devices == (1,)
+    both = make_space(Mine(), 1, 0.5, samples=1000, more=(2,))
+    with pytest.raises(UserError, match=r"has trials on 1 devices, .* give --nproc 1, or --new"):
+        agree_on_space(study, both, [], SearchOptions())
+
+
 def test_a_leader_that_dies_before_the_reference_fails_the_helper(study: Study) -> None:
     study.note("leader", "elsewhere/1/2 3 4")
     with pytest.raises(RunFailed, match="the same command takes over"):

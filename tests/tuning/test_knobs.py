@@ -26,23 +26,23 @@ SPACE = make_space(Mine(train=Train(batch_size=32, workers=0)), 2, 0.5, ("fp32",
 
 
 def test_only_the_knobs_that_are_named_are_turned() -> None:
-    space = knobs.turned(SPACE, knobs.parse(" compile,lr"), 2)
+    space = knobs.turned(SPACE, knobs.parse(" compile,lr"))
     assert space.batch_sizes == (32,) and space.precisions == ("fp32",)
     assert space.factors == SPACE.factors and space.knobs == ("compile",)
-    assert not {"lr_factor"} & set(knobs.turned(SPACE, knobs.parse("batch"), 2).parameters())
+    assert not {"lr_factor"} & set(knobs.turned(SPACE, knobs.parse("batch")).parameters())
 
 
 def test_a_knob_that_the_experiment_searches_is_trained() -> None:
-    space = knobs.turned(SPACE, knobs.parse("workers,compile"), 2)
+    space = knobs.turned(SPACE, knobs.parse("workers,compile"))
     assert space.knobs == ("compile",) and "train.workers" in space.parameters()
 
 
 def test_compression_is_trained() -> None:
-    space = knobs.turned(SPACE, knobs.parse("ddp.compression"), 2)
+    space = knobs.turned(SPACE, knobs.parse("ddp.compression"))
     assert space.parameters()["train.ddp.compression"] == Choice("none", "bf16")
     assert space.reference_parameters()["train.ddp.compression"] == "none"
     with pytest.raises(UserError, match="is for several processes"):
-        knobs.turned(SPACE, knobs.parse("ddp.compression"), 1)
+        knobs.turned(dataclasses.replace(SPACE, devices=(1,)), knobs.parse("ddp.compression"))
 
 
 def test_an_unknown_knob_is_refused_with_the_known_ones() -> None:

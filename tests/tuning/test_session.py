@@ -11,11 +11,13 @@ import pytest
 
 from rankzero import Choice, Experiment, Goal, Train
 from rankzero.errors import RunFailed, UserError
+from rankzero.tuning import next_trial
 from rankzero.tuning.next_trial import guesses, upcoming
 from rankzero.tuning.options import PRUNERS, SAMPLERS, SearchOptions
 from rankzero.tuning.session import Session
 from rankzero.tuning.space import (
     BATCH_INDEX,
+    DEVICES,
     FACTOR,
     SPEED,
     Space,
@@ -49,10 +51,12 @@ def search(tmp_path: Path) -> Searcher:
         pruner: str = "asha",
         parallel: int = 1,
         speed: Mapping[str, Any] | None = None,
+        devices: tuple[int, ...] = (1,),
         **options: Any,
     ) -> tuple[Verdict, Study, FakeLauncher, list[str]]:
         launcher = launcher or FakeLauncher()
-        space = make_space(experiment or Mine(), 1, 0.5, samples=1000)
+        own, *more = devices
+        space = make_space(experiment or Mine(), own, 0.5, samples=1000, more=more)
         space = dataclasses.replace(space, speed=speed or {})
         study = open_study(
             f"sqlite:///{tmp_path / 'studies.db'}", "s", sampler=sampler, pruner=pruner, seed=0
@@ -526,3 +530,54 @@ def test_the_minutes_include_the_confirmation(tmp_path: Path) -> None:
     )
     assert len(study.trials()) > 5 and study.facts["confirmations"]
     assert 30 < study.facts["seconds"] <= 92
+
+
+def devices_of(study: Study, trial: int) -> int:
+    return int(study.trials()[trial].parameters[DEVICES])
+
+
+def test_trials_choose_among_numbers_of_devices(search: Searcher, tmp_path: Path) -> None:
+    found, study, launcher, lines = search(devices=(1, 2, 4), trials=14)
+    trials = study.trials()
+    assert trials[0].parameters[DEVICES] == 1 and launcher.running[0].devices == 1
+    assert [one.devices for one in launcher.running[:14]] == [
+        one.parameters[DEVICES] for one in trials
+    ]
+    assert {devices_of(study, one.number) for one in trials} == {1, 2, 4}
+    assert found.beaten and found.winner.devices == 4 and found.winner.settings[DEVICES] == 4
+    assert "4 devices" in settings_text(found.winner.settings)
+    assert any("4 devices" in line for line in lines), "the lines of trials state their devices"
+    # The cheapest is confirmed, though it is slower than the best by far.
+    confirmed = {run["trial"] for run in study.facts["confirmations"]}
+    assert {devices_of(study, number) for number in confirmed} >= {1, 4}
+    again = {one.name: one.devices for one in launcher.running if "confirm" in one.name}
+    assert all(devices_of(study, int(name.split("-")[2])) == n for name, n in again.items())
+
+
+def test_an_interrupted_search_of_devices_goes_on_to_the_same_verdict(
+    search: Searcher, tmp_path: Path
+) -> None:
+    two: dict[str, Any] = {"devices": (1, 2), "trials": 8}
+    whole, study, _, _ = search(**two)
+    expected = drawn(study)
+    (tmp_path / "studies.db").unlink()
+    with pytest.raises(KeyboardInterrupt):
+        search(FakeLauncher(lambda number, _: "ctrl-c" if number == 4 else ""), **two)
+    again, study, _, _ = search(**two)
+    assert drawn(study)[:4] + drawn(study)[5:] == expected
+    assert again.winner.settings == whole.winner.settings
+
+
+def test_a_trial_is_of_use_while_no_other_is_as_fast_and_as_cheap() -> None:
+    space = make_space(Mine(), 1, 0.5, samples=1000, more=(2, 4))
+
+    def ended(number: int, devices: int, seconds: float) -> Trial:
+        parameters = {**space.reference_parameters(), FACTOR: 1.0 + number, DEVICES: devices}
+        return Trial(number, "COMPLETE", parameters, seconds, {"quality": 0.0}, {})
+
+    trials = [ended(0, 1, 100.0), ended(1, 4, 30.0), ended(2, 2, 55.0), ended(3, 4, 31.0)]
+    limits = [next_trial.time_to_beat(trials, space, count) for count in (1, 2, 4)]
+    # On 1 device, a trial may take as long as the reference: the faster ones cost more.
+    assert limits == [100.0, 55.0, 30.0]
+    assert next_trial.time_to_beat(trials[:2], space, 2) == 60.0, "as dear as 4 for 30 s"
+    assert [one.number for one in next_trial.challengers(trials, space, 4)] == [1, 2, 3]

@@ -52,14 +52,15 @@ def search(
     *,
     minutes: float | None = None,
     trials: int | None = None,
-    nproc: int | None = None,
+    nproc: int | str | None = None,
     dir: str | Path | None = None,
     **options: Any,
 ) -> SearchHandle:
     """Search as ``rankzero search`` does, around this configuration; return the study.
 
-    The same call again continues the study. `options` are the command's other options, such as
-    ``parallel=2, no_probe=True``. Raises RunFailed with the reason, and UserError.
+    The same call again continues the study. `nproc`: also several, such as ``"1,2,4"``. `options`
+    are the command's other options, such as ``parallel=2, no_probe=True``. Raises RunFailed with
+    the reason, and UserError.
     """
     words = _words("search", experiment)
     words += _options(minutes=minutes, trials=trials, nproc=nproc, dir=dir, **options)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rankzero import experiment_file
 from rankzero.catalog import filters, lookup
+from rankzero.errors import UserError
 from rankzero.mlflow_store import drivers, limits, uris
 from rankzero.mlflow_store.items import DESCRIPTION
 from rankzero.mlflow_store.patience import A_DAY, WAIT, seconds
@@ -80,6 +81,19 @@ def add_processes(
     add("--max-restarts", type=int, default=0, help=restarts)
     # Those of a command that does not add the options for several machines.
     parser.set_defaults(nnodes=1, rdzv_endpoint=None, rdzv_id="rankzero")
+
+
+def device_counts(text: str) -> list[int]:
+    """Return the numbers of a list such as ``1,2,4``. Raises UserError."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"--nproc takes whole numbers, such as 1,2,4: got {text!r}") from None
+    if min(found) < 1:
+        raise UserError(f"--nproc must be at least 1, got {text}")
+    if len(set(found)) < len(found):
+        raise UserError(f"--nproc {text} names a number twice: give each once")
+    return found
 
 
 def add_machines(parser: argparse.ArgumentParser) -> None:

@@ -53,6 +53,7 @@ def agree_on_space(
             "precisions": space.precisions,
             "signature": _signature(space, options),
             "speed": dict(space.speed),
+            "devices": space.devices,
         }
         study.note(SPACE, fact)
     found, fact = _stored_space(study, space), study.facts[SPACE]
@@ -76,6 +77,14 @@ def check_space(study: Study, space: Space, options: SearchOptions) -> Space:
 
 def _stored_space(study: Study, space: Space) -> Space:
     fact = study.facts[SPACE]
+    # Older versions stored none: they had one number only, and it could change.
+    stored = tuple(fact.get("devices", space.devices[:1]))
+    if stored != space.devices and max(len(stored), len(space.devices)) > 1:
+        given, wanted = (",".join(map(str, one)) for one in (space.devices, stored))
+        raise UserError(
+            f"study {study.name} has trials on {wanted} devices, and this command asks for "
+            f"{given}: give --nproc {wanted}, or --new"
+        )
     found = narrowed(space, fact["batch_sizes"], fact["precisions"])
     # A study of an older version decided on none.
     found = dataclasses.replace(found, speed=fact.get("speed", {}))

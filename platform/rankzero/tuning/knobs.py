@@ -38,12 +38,12 @@ def defaults(described: ExperimentDescription, space: Space) -> tuple[str, ...]:
     return tuple(found)
 
 
-def turned(space: Space, names: tuple[str, ...], processes: int) -> Space:
+def turned(space: Space, names: tuple[str, ...]) -> Space:
     """Return the space with only these knobs. Raises UserError if one makes no sense.
 
     The experiment's own ranges stay. A knob that is one of them is trained.
     """
-    train, extras = space.reference.train, dict(space.extras)
+    train, extras, processes = space.reference.train, dict(space.extras), min(space.devices)
     if _COMPRESSION in names:
         if processes == 1 or train.strategy not in ("ddp", "zero1"):
             raise UserError(

@@ -7,8 +7,8 @@ not been interrupted, and several machines that share a study agree.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from rankzero.tuning.learning_curve import CurvePoint
 from rankzero.tuning.objective import MEMORY
@@ -20,16 +20,19 @@ REPEAT = "same_as"
 _CLOSE, _NEAR = 0.1, 0.5  # relative
 _STEP_TO_A_FIRST = 8.0  # of the learning rate, until a trial reaches the quality
 Parameters = Mapping[str, Any]
+_Item = TypeVar("_Item")
 
 
 def guesses(space: Space) -> list[dict[str, Any]]:
-    """Return the first trials after the reference: two and four times its batch size."""
+    """Return the first trials after the reference: two and four times its batch size.
+
+    Then its own on the other numbers of devices.
+    """
     # They come before the sampler has a model, and a small batch is the most common mistake.
     own = space.sped_up(space.reference_parameters())
-    if BATCH_INDEX not in own:
-        return []
-    larger = range(own[BATCH_INDEX] + 1, len(space.batch_sizes))
-    return [{**own, BATCH_INDEX: index} for index in larger[:2]]
+    larger = range(own.get(BATCH_INDEX, len(space.batch_sizes)) + 1, len(space.batch_sizes))
+    others = [space.on(count, own) for count in space.devices[1:]]
+    return [*({**own, BATCH_INDEX: index} for index in larger[:2]), *others]
 
 
 def ended(trials: Sequence[Trial]) -> list[Trial]:
@@ -165,9 +168,37 @@ def best_value(trials: Sequence[Trial]) -> float | None:
     return min((one.rank for one in trials if one.feasible), default=None)
 
 
+def time_to_beat(trials: Sequence[Trial], space: Space, devices: int) -> float | None:
+    """Return the value below which a trial on so many devices may be of use, or None.
+
+    Above it, a finished trial is as fast and takes no more device-seconds.
+    """
+    good = (one for one in trials if one.feasible)
+    return min(
+        (one.rank * max(1.0, space.devices_of(one.parameters) / devices) for one in good),
+        default=None,
+    )
+
+
+def front(found: Sequence[_Item], both: Callable[[_Item], tuple[float, float]]) -> list[_Item]:
+    """Return the Pareto front by the first value; both that `both` returns are to be small."""
+    kept, least = list[_Item](), math.inf
+    for one in sorted(found, key=both):
+        if both(one)[1] < least:
+            least = both(one)[1]
+            kept.append(one)
+    return kept
+
+
 def challengers(trials: Sequence[Trial], space: Space, most: int) -> list[Trial]:
-    """Return the best feasible trials that may beat the reference, each configuration once."""
-    ranked = sorted((trial for trial in trials if trial.feasible), key=lambda one: one.rank)
+    """Return the best feasible trials that may beat the reference, each configuration once.
+
+    First the fastest, then those that are slower and take fewer device-seconds, from the cheapest.
+    """
+    good = [trial for trial in trials if trial.feasible]
+    # Values are times if there are several numbers of devices.
+    cheaper = front(good, lambda one: (one.rank, one.rank * space.devices_of(one.parameters)))[1:]
+    ranked = sorted(good, key=lambda one: one.rank)
     reference, worst, tried = reference_trial(ranked, space), math.inf, list[Parameters]()
     if reference is not None:
         # A little worse than the reference may be bad luck. But far from the best is too far.
@@ -176,8 +207,8 @@ def challengers(trials: Sequence[Trial], space: Space, most: int) -> list[Trial]
         worst = min(own + _CLOSE * abs(own), best + _NEAR * abs(best))
         tried.append(reference.parameters)
     found = []
-    for trial in ranked:
-        if trial.rank <= worst and trial.parameters not in tried:
+    for trial in [*ranked[:1], *reversed(cheaper), *ranked[1:]]:
+        if (trial.rank <= worst or trial in cheaper) and trial.parameters not in tried:
             tried.append(trial.parameters)
             found.append(trial)
     return found[:most]

@@ -31,6 +31,8 @@ class SearchOptions:
     """How many of the best trials are confirmed."""
     seeds: int = 3
     silence_seconds: float = 300.0
+    price: float | None = None
+    """One device for an hour costs this, in any currency."""
 
 
 STUDIES = "studies.db"

@@ -38,6 +38,7 @@ from rankzero.tuning.reports.study_run import (
     StudyRun,
     effects_markdown,
     sweet_spot_yaml,
+    texts_markdown,
     trials_markdown,
 )
 from rankzero.tuning.session import DISTURBED, TARGET, Session
@@ -46,11 +47,12 @@ from rankzero.tuning.study import OWNER, Study, open_study
 from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.host_process import Host
 from rankzero.tuning.trials.launcher import TrainLauncher
+from rankzero.tuning.verdict.cost import DeviceResult, device_result
 from rankzero.tuning.verdict.decide import Verdict
 from rankzero.tuning.verdict.sentence import sentence
 
-FIRST, _PARENT = "first", "parent"
-"""Facts of a study: the first guesses, and its run in MLflow."""
+FIRST, _PARENT, PRICE = "first", "parent", "price"
+"""Facts of a study: the first guesses, its run in MLflow, and the price of a device for an hour."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +89,8 @@ class SearchOutcome:
     text: str
     folder: RunFolder
     """The run of this process's part."""
-    decided: bool
-    """Whether `text` is a verdict."""
+    use: str = ""
+    """The command that trains with the sweet spot, if this process decided."""
 
 
 def run(setup: SearchSetup) -> SearchOutcome:
@@ -132,6 +134,8 @@ def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
         uri = url_without_secrets(own.tracking_uri)
         study.note(_PARENT, {"uuid": own.uuid, "tracking_uri": uri})
         # Stored once: a resumed search must not get other guesses from another probe map.
+        if setup.options.price is not None:
+            study.note(PRICE, setup.options.price)
         if FIRST not in study.facts:
             guesses = probe_map.guesses(space, measured) or next_trial.guesses(space)
             study.note(FIRST, guesses)
@@ -146,7 +150,17 @@ def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
         spent, launchers = time.monotonic() - began, _launchers(setup, run)
         session = Session(study, space, launchers, setup.options, notify, already_seconds=spent)
         verdict = session.run(first_guesses(study))
-        text = _report(setup, space, study, verdict, probe, run)
+        if len(space.devices) > 1:
+            setup = dataclasses.replace(setup, use=f"{setup.use} --nproc {verdict.winner.devices}")
+        devices = device_result(
+            study.trials(),
+            space,
+            session.sound_confirmations(),
+            study.facts.get(PRICE),
+            verdict.winner.trial,
+            measured,
+        )
+        text = _report(setup, space, study, verdict, probe, devices, run)
         summary = {
             "gain": verdict.gain,
             "gain_low": verdict.gain_low,
@@ -155,7 +169,7 @@ def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
             "noise": verdict.noise,
         }
         run.finish(text, summary)
-    return SearchOutcome(text, run.folder, decided=True)
+    return SearchOutcome(text, run.folder, setup.use)
 
 
 def _probe(setup: SearchSetup, run: StudyRun) -> Probe:
@@ -187,7 +201,7 @@ def _help(setup: SearchSetup, study: Study) -> SearchOutcome:
         own = [one for one in study.trials() if one.facts.get(OWNER) == members.own_name()]
         text = f"Helped with {len(own)} trials of {study.name}; {leader} confirms and decides."
         run.finish(text, {})
-    return SearchOutcome(text, run.folder, decided=False)
+    return SearchOutcome(text, run.folder)
 
 
 def _open_run(setup: SearchSetup, identity: Identity) -> AbstractContextManager[StudyRun]:
@@ -220,6 +234,7 @@ def _report(
     study: Study,
     verdict: Verdict,
     probe: Probe,
+    devices: DeviceResult,
     run: StudyRun,
 ) -> str:
     """Write the verdict and its evidence into the run and the study; return it as sentences."""
@@ -239,6 +254,10 @@ def _report(
     )
     if setup.options.sampler == "grid" and (left := study.untried_cells()):
         text += f" The grid has {len(left)} cells that were not tried, such as {left[0]}."
+    text = " ".join([text, *devices.sentences()])
+    for name, columns, rows in devices.tables():
+        run.write_table(name, columns, rows)
+    tables = [texts_markdown(columns, rows) for _, columns, rows in devices.tables()]
     sweet_spot = space.experiment(chosen)
     run.write_trials(trials)
     run.write("sweet_spot.yaml", sweet_spot_yaml(sweet_spot, text, setup.use))
@@ -247,14 +266,21 @@ def _report(
     study.note("sentence", text)
     run.write_description(
         f"**{text}**\n\nObjective: {verdict.objective}.\n\n{trials_markdown(trials)}\n\n"
-        f"{effects_markdown(probe.effects)}Use it: `{setup.use}`\n"
+        f"{''.join(tables)}{effects_markdown(probe.effects)}Use it: `{setup.use}`\n"
     )
     with run.drawing():
-        from rankzero.tuning.reports import html_page, optuna_figures, probe_figures
+        from rankzero.tuning.reports import (
+            device_figures,
+            html_page,
+            optuna_figures,
+            probe_figures,
+        )
 
-        figures: list[Any] = optuna_figures.interactive(trials, goal, verdict.region)
+        figures: list[Any] = device_figures.interactive(devices)
+        figures += optuna_figures.interactive(trials, goal, verdict.region)
         figures += probe_figures.interactive(probe.cells, probe.effects)
         probe_figures.write_pngs(run.folder.artifacts, probe.cells, probe.effects)
+        device_figures.write_pngs(run.folder.artifacts, devices)
         run.write("search.html", html_page.page(figures, text))
         optuna_figures.write_pngs(run.folder.artifacts, trials, goal, verdict.region)
     return text

@@ -20,7 +20,7 @@ from rankzero.tuning.budget import REFERENCE_SECONDS, Budget
 from rankzero.tuning.learning_curve import LearningCurve
 from rankzero.tuning.objective import Objective, target_quality
 from rankzero.tuning.options import SearchOptions
-from rankzero.tuning.space import Space
+from rankzero.tuning.space import DEVICES, Space, devices_text
 from rankzero.tuning.study import FIRST_RUNG, RUNGS, Study
 from rankzero.tuning.trial import Trial
 from rankzero.tuning.trials import follower
@@ -134,7 +134,8 @@ class Session:
                     result = follower.complete(result.curve, self._objective)
             self._end(number, reference, result)
 
-        return TrialJob(reference, self._label(number), objective, ended)
+        devices = self._space.devices[0]
+        return TrialJob(reference, self._label(number), objective, ended, processes=devices)
 
     # -- trials
 
@@ -178,7 +179,8 @@ class Session:
     ) -> TrialJob:
         experiment, objective = self._space.experiment(parameters), self._objective
         trials = self._study.trials()
-        best = next_trial.best_value(trials)
+        devices = self._space.devices_of(parameters)
+        best = next_trial.time_to_beat(trials, self._space, devices)
         nearest, batch_size = next_trial.nearest_curve(trials)
         step_ratio = experiment.train.batch_size / batch_size
         # A planned trial is trained to its end, unless it cannot win. Early on, a larger batch or a
@@ -200,13 +202,14 @@ class Session:
             reported = rung
             if rung >= FIRST_RUNG and objective.is_worse(curve, nearest, step_ratio):
                 return "further from the quality than the best at the same training time"
-            if is_planned:
+            # After as much time, more devices have trained on more samples: no common measure.
+            if is_planned or devices != self._space.devices[0]:
                 return ""
             is_worse = self._study.report(number, rung, objective.progress(curve))
             return "worse than others at the same training time" if is_worse else ""
 
         ended = functools.partial(self._end, number, experiment)
-        return TrialJob(experiment, self._label(number), objective, ended, why_prune)
+        return TrialJob(experiment, self._label(number), objective, ended, why_prune, devices)
 
     def _end(self, number: int, experiment: Experiment, result: TrialResult | None) -> None:
         """Write a trial's result into the study, and print it. None: it was interrupted."""
@@ -216,6 +219,8 @@ class Session:
         facts = follower.facts(result, experiment, self._label(number))
         self._study.tell(number, result.state, result.value, result.constraints, facts)
         what = f"batch {facts['batch_size']}, {facts['precision']}, lr {facts['lr']:.2g}"
+        count = self._study.trials()[number].parameters.get(DEVICES)
+        what += f", {devices_text(count)}" if count else ""
         line = f"trial {number:3}  {what:34} {result.state.lower():9}"
         line += "" if result.value is None else f"  value {result.value:.4g}"
         line += f"  best {facts['best']:.4g}" if "best" in facts else ""
@@ -267,7 +272,7 @@ class Session:
         """Train another round for each in which the machine's speed changed, if there is time."""
         known = list(self._study.facts.get(DISTURBED, []))
         # A round that was interrupted shows nothing. It gets its other runs if it is needed.
-        whole = confirm.whole_rounds([one.number for one in candidates], self._sound())
+        whole = confirm.whole_rounds([one.number for one in candidates], self.sound_confirmations())
         seeds = [seed for seed in confirm.disturbed(whole) if seed not in known]
         for seed in seeds[: max(0, self._options.seeds - len(known))]:
             if not self._budget.allows_another_round(candidates):
@@ -278,7 +283,7 @@ class Session:
             # Only now: a search that is killed in between keeps the old round until it has this.
             self._study.note(DISTURBED, known)
 
-    def _sound(self) -> list[dict[str, Any]]:
+    def sound_confirmations(self) -> list[dict[str, Any]]:
         """Return the confirmations without the rounds that were trained again."""
         disturbed = self._study.facts.get(DISTURBED, [])
         return [run for run in self._confirmations() if run["seed"] not in disturbed]
@@ -304,11 +309,12 @@ class Session:
 
         experiment = override(self._space.experiment(trial.parameters), {"train.seed": seed})
         label = f"{self._study.name}-confirm-{trial.number}-seed{seed}"
-        return TrialJob(experiment, label, objective, ended, why_prune)
+        devices = self._space.devices_of(trial.parameters)
+        return TrialJob(experiment, label, objective, ended, why_prune, devices)
 
     def _confirmations(self) -> list[dict[str, Any]]:
         return list(self._study.facts.get(CONFIRMATIONS, []))
 
     def _verdict(self) -> Verdict:
-        trials, stored = self._study.trials(), self._sound()
+        trials, stored = self._study.trials(), self.sound_confirmations()
         return confirm.verdict_of(trials, self._space, self._objective, stored)

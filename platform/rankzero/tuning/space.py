@@ -26,6 +26,9 @@ BATCH, PRECISION, _LR = "train.batch_size", "train.precision", "lr"
 SEED = "train.seed"
 _TO_REPEAT = {"fold", "split", "seed"}  # words in the names of settings that choose the data
 BATCH_INDEX, FACTOR, SPEED = "batch_index", "lr_factor", "speed settings"
+DEVICES = "devices"
+"""The parameter that has the number of devices, which are processes on a CPU."""
+_NO_SETTINGS = (BATCH_INDEX, FACTOR, SPEED, DEVICES)
 _MICRO_BATCH = "train.micro_batch"
 _FACTORS = LogUniform(1 / 32, 32.0)  # three decades: a guess may be far off
 _WIDE_STEP, _SHORT_WAY, _EDGE = 4.0, 1.2, 1.5  # ratios of learning rates
@@ -44,7 +47,8 @@ class Space:
     lr_exponent: float
     extras: Mapping[str, Range]
     """The experiment's own ranges, by dotted key."""
-    world_size: int = 1
+    devices: tuple[int, ...] = (1,)
+    """The numbers of devices of a trial; the reference has the first."""
     knobs: tuple[str, ...] = ()
     """The knobs of speed that the probe decides."""
     speed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -56,6 +60,8 @@ class Space:
         if self.factors.low < self.factors.high:
             factors = f"{self.factors.low:g}-{self.factors.high:g}"
             parts.append(f"lr {factors} x scaled (exponent {self.lr_exponent:g})")
+        if len(self.devices) > 1:
+            parts.append(f"{'/'.join(map(str, self.devices))} devices")
         speed = [settings_text(self.speed)] if self.speed else []
         return ", ".join([*parts, *self.extras, *speed])
 
@@ -89,6 +95,8 @@ class Space:
             found[PRECISION] = Choice(*self.precisions)
         if self.factors.low < self.factors.high:
             found[FACTOR] = self.factors
+        if len(self.devices) > 1:
+            found[DEVICES] = Choice(*self.devices)
         # It has one value, and marks the trials. The reference lacks it.
         if self.speed:
             found[SPEED] = Choice(settings_text(self.speed))
@@ -102,6 +110,14 @@ class Space:
     def sped_up(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """Return these parameters with the settings of speed."""
         return {**parameters, **({SPEED: settings_text(self.speed)} if self.speed else {})}
+
+    def devices_of(self, parameters: Mapping[str, Any]) -> int:
+        """Return how many devices a trial with these parameters has."""
+        return int(parameters.get(DEVICES, self.devices[0]))
+
+    def on(self, devices: int, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Return these parameters on so many devices."""
+        return {**parameters, **({DEVICES: devices} if len(self.devices) > 1 else {})}
 
     def experiment(self, parameters: Mapping[str, Any]) -> Experiment:
         """Return the configuration of drawn `parameters`; the reference has the other settings.
@@ -118,7 +134,7 @@ class Space:
             "train.eval_every": train.eval_every,
             "train.warmup_steps": train.warmup_steps,
         }
-        drawn = (key for key in parameters if key not in (BATCH_INDEX, FACTOR, SPEED))
+        drawn = (key for key in parameters if key not in _NO_SETTINGS)
         settings: dict[str, Any] = {
             **{key: parameters[key] for key in drawn},
             **{key: max(1, round(count * ratio)) for key, count in in_steps.items() if count},
@@ -136,13 +152,14 @@ class Space:
         """Return the parameters of the reference itself."""
         known = flatten(self.reference)
         own = {**known, BATCH_INDEX: self.batch_sizes.index(known[BATCH]), FACTOR: 1.0}
+        own[DEVICES] = self.devices[0]
         return {name: own[name] for name in self.parameters() if name != SPEED}
 
     def _speed_settings(self, batch_size: int) -> dict[str, Any]:
         settings = dict(self.speed)
         if (most := settings.get(_MICRO_BATCH)) is not None:
             # It was decided for another batch size, and must divide this one.
-            share = batch_size // self.world_size
+            share = batch_size // math.lcm(*self.devices)
             fitting = (size for size in range(1, min(most, share) + 1) if share % size == 0)
             settings[_MICRO_BATCH] = max(fitting)
         return settings
@@ -150,7 +167,8 @@ class Space:
     def neighbours(self, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the parameters with the next batch size, or with the next option of one choice.
 
-        Only the experiment's own choices of numbers have an order.
+        Only the experiment's own choices of numbers have an order. After them come the same
+        parameters on all other numbers of devices, which show what each number is worth.
         """
         ordered: dict[str, Sequence[Any]] = {BATCH_INDEX: range(len(self.batch_sizes))}
         for key, range_ in self.extras.items():
@@ -165,7 +183,8 @@ class Space:
                 found += [
                     {**parameters, name: options[one]} for one in near if 0 <= one < len(options)
                 ]
-        return found
+        others = (one for one in self.devices if one != self.devices_of(parameters))
+        return [*found, *(self.on(one, parameters) for one in others)]
 
     def further_lrs(
         self, parameters: Mapping[str, Any], tried: Sequence[float], step: float = _WIDE_STEP
@@ -223,11 +242,13 @@ def make_space(
     lr_exponent: float,
     precisions: Sequence[str] = ("fp32",),
     samples: float = math.inf,
+    more: Sequence[int] = (),
 ) -> Space:
     """Return the space around `reference`. Raises ConfigError for an invalid range.
 
     `precisions`: those that the device computes fast in. The experiment's own choice replaces them.
-    `samples`: in the training set. A batch is at most half of them: an epoch has two steps.
+    `samples`: in the training set. A batch is at most half of them: an epoch has two steps. `more`:
+    other numbers of devices. Every batch can be divided among each.
     """
     ranges = dict(type(reference).search)
     for key, range_ in ranges.items():
@@ -235,16 +256,17 @@ def make_space(
     batch = ranges.pop(BATCH, None)
     precision = ranges.pop(PRECISION, None)
     lr = ranges.pop(_LR, None)
+    devices = (world_size, *more)
     if isinstance(precision, Choice):
         precisions = [str(option) for option in precision.options]
     return Space(
         reference=reference,
-        batch_sizes=_batch_sizes(reference.train.batch_size, batch, world_size, samples),
+        batch_sizes=_batch_sizes(reference.train.batch_size, batch, math.lcm(*devices), samples),
         precisions=tuple(dict.fromkeys([reference.train.precision, *precisions])),
         factors=_lr_factors(reference.lr, lr),
         lr_exponent=lr_exponent,
         extras=ranges,
-        world_size=world_size,
+        devices=devices,
     )
 
 
@@ -264,6 +286,9 @@ def settings_text(settings: Mapping[str, Any]) -> str:
     """Return settings as people say them: ``batch 512, bf16, lr 0.006, workers 2, compile``."""
     names, texts = {BATCH: "batch", PRECISION: ""}, []
     for key, value in settings.items():
+        if key == DEVICES:
+            texts.append(devices_text(value))
+            continue
         name = names.get(key, key.removeprefix("train."))
         if isinstance(value, bool) and key.startswith("train."):
             texts.append(name if value else f"no {name}")
@@ -271,6 +296,11 @@ def settings_text(settings: Mapping[str, Any]) -> str:
         text = f"{value:.2g}" if isinstance(value, float) else str(value)
         texts.append(f"{name} {text}".strip())
     return ", ".join(texts)
+
+
+def devices_text(count: int) -> str:
+    """Return ``1 device`` or ``4 devices``."""
+    return f"{count} device{'s' if count > 1 else ''}"
 
 
 def asked_for(space: Space) -> Space:
@@ -322,9 +352,7 @@ def _ends(range_: Range) -> Sequence[Any]:
     return range_.options if isinstance(range_, Choice) else (range_.low, range_.high)
 
 
-def _batch_sizes(
-    own: int, chosen: Range | None, world_size: int, samples: float
-) -> tuple[int, ...]:
+def _batch_sizes(own: int, chosen: Range | None, divisor: int, samples: float) -> tuple[int, ...]:
     if isinstance(chosen, Choice):
         sizes = {int(size) for size in chosen.options}
     else:
@@ -333,7 +361,7 @@ def _batch_sizes(
         sizes = {int(own * 2.0**power) for power in powers if (own * 2.0**power).is_integer()}
         sizes = {size for size in sizes if low <= size <= high}
     # Ranks share a batch equally. The user's own size always stays, as the reference.
-    fitting = {size for size in sizes if 0 < size <= samples / 2 and size % world_size == 0}
+    fitting = {size for size in sizes if 0 < size <= samples / 2 and size % divisor == 0}
     return tuple(sorted({own, *fitting}))
 
 

@@ -139,6 +139,32 @@ def test_every_way_a_trial_can_end(rankzero: Command) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
+def test_a_search_of_numbers_of_devices_and_what_they_cost(rankzero: Command) -> None:
+    words = ("search", TINY, "train.epochs=6", "goal.target=0.8", "--nproc", "1,2", "--trials", 3)
+    words += ("--seeds", 2, "--challengers", 1, "--study", "s", "--knobs", "batch", "--offline")
+    code, output = rankzero(*words, "--price", 3.6)
+    assert code == 0, output
+    assert "probe  on 2 devices" in output and "at 3.6 per device-hour" in output, output
+    assert "--from s --nproc" in output
+    study = find_study(default_storage(rankzero.folder / "mlruns"), "s")
+    counts = {}
+    for trial in study.trials():
+        started = next(
+            iter(events(RunFolder(rankzero.folder / "mlruns/runs" / trial.facts["run"])))
+        )
+        counts[trial.parameters["devices"]] = started.params["world_size"]
+    assert counts == {1: "1", 2: "2"}
+    files = {path.name for path in (rankzero.folder / "mlruns/runs/s/artifacts").iterdir()}
+    assert {"cost.json", "cost.png"} <= files
+    # The machine may be too busy for a curve.
+    assert ("scaling.json" in files) == ("By the probe, batch" in output)
+    code, output = rankzero(*words, "--price", 7.2)
+    assert code == 0 and "at 7.2 per device-hour" in output, output
+    assert "\ntrial" not in output and "\nconfirm" not in output, "nothing is trained again"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_study_and_the_same_command_resumes_it(rankzero: Command) -> None:
     words = (
         *("search", TINY, "train.epochs=15", "step_seconds=0.01", "goal.target=0.999"),
@@ -247,6 +273,15 @@ def test_each_mistake_gets_one_message(rankzero: Command, tmp_path: Path) -> Non
         (("--objective", "quality"), "needs --trial-minutes"),
         (("goal.metric=val/f1",), "the goal is 'val/f1', but measure() returns"),
         (("fail=data",), "no such data"),
+        (("--nproc", "0"), "--nproc must be at least 1"),
+        (("--nproc", "1,1"), "--nproc 1,1 names a number twice"),
+        (("--nproc", "2,x"), "--nproc takes whole numbers, such as 1,2,4: got '2,x'"),
+        (("--nproc", "1,64"), "--nproc 64: each trial has"),
+        (("--nproc", "1,2", "train.strategy=single"), "train.strategy=single is one process"),
+        (("--nproc", "1,2", "--objective", "throughput"), "--nproc 1,2 is about the time to a"),
+        (("--price", -1), "--price must be above 0, got -1"),
+        (("--price", "nan"), "--price must be above 0"),
+        (("--price", 2, "--objective", "tokens"), "--price is about the time to a target"),
         (("--knobs", "batch,colour"), "no knob is called 'colour'"),
         (("--knobs", "batch,compile"), "needs the probe, which --no-probe leaves out"),
     ):

@@ -12,10 +12,12 @@ import pytest
 from rankzero.experiment import Goal
 from rankzero.run_store.folder import RunFolder
 from rankzero.tuning.probe.grid import ProbeResult
+from rankzero.tuning.probe.scaling import Scaling, ScalingPoint
 from rankzero.tuning.probe.speed_knobs import Effect
-from rankzero.tuning.reports import html_page, optuna_figures, probe_figures
+from rankzero.tuning.reports import device_figures, html_page, optuna_figures, probe_figures
 from rankzero.tuning.reports.study_run import StudyRun, effects_markdown
 from rankzero.tuning.trial import State, Trial
+from rankzero.tuning.verdict.cost import DeviceResult, PricedTrial
 
 GOAL = Goal("val/accuracy", "max")
 
@@ -141,3 +143,25 @@ def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
     optuna_figures.write_pngs(tmp_path, TRIALS, GOAL, [1])
     probe_figures.write_pngs(tmp_path, MAP, [])
     assert (tmp_path / "precious").read_text() == "kept"
+
+
+def test_time_against_cost_and_the_scaling_curve(tmp_path: Path) -> None:
+    found = [PricedTrial(0, 1, 100.0, 0.1, 3, 1.1), PricedTrial(1, 4, 30.0, 0.12)]
+    points = (
+        ScalingPoint(1, 100.0, 1.0, 1.0),
+        ScalingPoint(2, 180.0, 1.8, 0.9, 0.04, 0.1),
+        ScalingPoint(4, 300.0, 3.0, 0.75, is_predicted=True),
+    )
+    result = DeviceResult(3.6, found, {}, Scaling(64, points, 8))
+    cost, scaling = device_figures.interactive(result)
+    lines = {trace.name: trace for trace in cost.data}
+    assert list(lines["Pareto front"].x) == [30.0, 100.0]
+    sure = lines["confirmed, with 95 % intervals"]
+    assert sure.error_x.array[0] == pytest.approx(10.0)
+    assert sure.error_y.arrayminus[0] == pytest.approx(0.1 - 0.1 / 1.1)
+    assert list(lines["trials"].error_x.array) == [0.0]
+    assert [trace.name for trace in scaling.data] == ["measured", "prediction", "100 % efficiency"]
+    assert list(scaling.data[2].y) == [100.0, 400.0] and scaling.layout.xaxis.title.text
+    device_figures.write_pngs(tmp_path, result)
+    assert {path.name for path in tmp_path.iterdir()} == {"cost.png", "scaling.png"}
+    assert device_figures.interactive(DeviceResult(None, [], {}, None)) == []

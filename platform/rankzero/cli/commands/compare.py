@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     # Report mistakes before a process is started.
     strategies = (arguments.strategies or "single,ddp").split(",")
-    counts = _numbers(arguments.nproc or "1,2")
+    counts = options.device_counts(arguments.nproc or "1,2")
     plan = strategy_runs(strategies, counts)
     settings = config.parse_assignments(arguments.settings)
     with search.host(arguments) as host:
@@ -86,10 +86,3 @@ def _open_run(
         raise UserError(f"there is a run {name!r} already: choose another --name")
     identity = options.identity_for(arguments, name)
     return search.open_run(arguments, identity, describe.mirrored(described))
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(f"--nproc takes whole numbers, such as 1,2,4: got {text!r}") from None

@@ -9,10 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from rankzero.cli.commands import search
-from rankzero.cli.display.terminal import print_line, text_console
+from rankzero.cli.display.terminal import print_line, print_table, text_console
 from rankzero.tuning.probe import grid, probe_map, speed_knobs
 from rankzero.tuning.probe.grid import ProbeResult
-from rankzero.tuning.probe.speed_knobs import EFFECT_COLUMNS
+from rankzero.tuning.probe.scaling import SCALING_COLUMNS, scaling
+from rankzero.tuning.probe.speed_knobs import EFFECT_COLUMNS, Effect
 from rankzero.tuning.reports import html_page, probe_figures
 from rankzero.tuning.space import settings_text
 
@@ -27,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     with search.host(arguments) as host:
         described, space = search.described_space(arguments, host)
         reference = space.reference
-        identity = search.study_identity(arguments, reference, described.processes, "probe")
+        identity = search.study_identity(arguments, space, "probe")
         file = identity.experiment_file or ""
         with search.open_run(arguments, identity, reference) as study_run:
             probe = probe_map.measure(space, described, file, arguments.dir, host, print_line)
@@ -36,15 +37,15 @@ def run(arguments: argparse.Namespace) -> int:
             study_run.write_probe(measured, effects)
             study_run.write("probe_map.html", html_page.page(figures, "Probe map"))
             probe_figures.write_pngs(study_run.folder.artifacts, measured, effects)
-            knee = grid.knee(measured)
             peak = max(one.samples_per_second for one in measured)
-            text = "no cell fits"
-            if knee is not None:
-                text = f"{knee.batch_size} samples a batch reach 95 % of the peak speed"
-            if speed := speed_knobs.decided(effects):
-                text += f"; faster with {settings_text(speed)}"
-            study_run.finish(f"{text}, {peak:,.0f} samples/s", {"samples_per_second": peak})
+            text = f"{_knee(measured, effects)}, {peak:,.0f} samples/s"
+            curve = scaling(measured)
+            text += f". {curve.sentence()}" if curve else ""
+            study_run.finish(text, {"samples_per_second": peak})
     _print_map(measured, peak)
+    if curve:
+        print_table("scaling", SCALING_COLUMNS, [point.row for point in curve.points])
+        print_line(curve.sentence())
     if effects:
         table = Table(*EFFECT_COLUMNS, title="knobs of speed, at the knee", title_justify="left")
         for effect in effects:
@@ -53,10 +54,19 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _knee(measured: Sequence[ProbeResult], effects: Sequence[Effect]) -> str:
+    knee, speed = grid.knee(measured), speed_knobs.decided(effects)
+    text = "no cell fits"
+    if knee is not None:
+        text = f"{knee.batch_size} samples a batch reach 95 % of the peak speed"
+    return text + (f"; faster with {settings_text(speed)}" if speed else "")
+
+
 def _print_map(measured: Sequence[ProbeResult], peak: float) -> None:
     """Print a row for each batch size and a column for each precision. Brighter is faster."""
-    precisions = list(dict.fromkeys(one.precision for one in measured))
-    cells = {(one.batch_size, one.precision): one for one in measured}
+    names = grid.row_names(measured)
+    precisions = list(dict.fromkeys(names))
+    cells = {(one.batch_size, name): one for one, name in zip(measured, names, strict=True)}
     table = Table(
         "batch", *precisions, title="samples/s, memory, what limits it", title_justify="left"
     )

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -52,7 +53,8 @@ def add_experiment_arguments(
     options.add_experiment(parser, "settings of your own configuration to change")
     if nproc:
         processes = "processes of each trial (default: one per GPU, or 1)"
-        parser.add_argument("--nproc", type=int, help=processes)
+        processes += "; 1,2,4: the search chooses, and yours has the first" if probes else ""
+        parser.add_argument("--nproc", type=str if probes else int, help=processes)
     options.add_new_run(parser)
     name = "the name of the study, or of the run (default: by what is searched, or the time)"
     parser.add_argument("--name", "--study", dest="study", metavar="NAME", help=name)
@@ -81,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     draws = "what draws the next trial (%(default)s)"
     add("--sampler", choices=SAMPLERS, default="tpe", help=draws)
     add("--pruner", choices=PRUNERS, default="asha", help="what stops bad trials (%(default)s)")
+    add("--price", type=float, help="a device for an hour costs this: states the cost")
     seeds = "new seeds on which the best are confirmed (%(default)s)"
     add("--seeds", type=int, default=3, help=seeds)
     best = "how many of the best are confirmed (%(default)s)"
@@ -102,12 +105,14 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.ExitStack() as hosts:
         first = hosts.enter_context(host(arguments))
         described, space = described_space(arguments, first)
+        if chosen.price and space.reference.train.strategy == "dp":
+            raise UserError("--price counts processes, and train.strategy=dp has one: use ddp")
         if arguments.parallel == 1:
             return _search(arguments, chosen, [first], described, space)
         # The first host has the whole machine. Each trial needs a host on its own share.
         hosts.pop_all().close()
         found = shares(
-            arguments.parallel, described.processes, described.gpus, usable_cores(), os.environ
+            arguments.parallel, max(space.devices), described.gpus, usable_cores(), os.environ
         )
         side_by_side = [hosts.enter_context(host(arguments, share)) for share in found]
         return _search(arguments, chosen, side_by_side, described, space)
@@ -124,15 +129,17 @@ def described_space(
 ) -> tuple[ExperimentDescription, Space]:
     """Return the experiment, and the space around it. Raises UserError, ConfigError."""
     settings = config.parse_assignments(arguments.settings)
-    found = host.describe(arguments.experiment, settings, arguments.nproc, arguments.parallel)
+    counts = options.device_counts(arguments.nproc) if arguments.nproc else []
+    own, more = counts[0] if counts else None, counts[1:]
+    found = host.describe(arguments.experiment, settings, own, arguments.parallel, more)
     reference = describe.mirrored(found)
     space = make_space(
-        reference, found.processes, found.lr_exponent, found.precisions, found.samples
+        reference, found.processes, found.lr_exponent, found.precisions, found.samples, more
     )
     if arguments.knobs is not None:
         arguments.knobs = knobs.parse(",".join(arguments.knobs))
     names = arguments.knobs or knobs.defaults(found, space)
-    space = knobs.turned(space, names, found.processes)
+    space = knobs.turned(space, names)
     if arguments.knobs and space.knobs and not arguments.probe:
         raise UserError(
             f"--knobs {','.join(space.knobs)} needs the probe, which --no-probe leaves out: give "
@@ -141,9 +148,7 @@ def described_space(
     return found, space
 
 
-def study_identity(
-    arguments: argparse.Namespace, reference: Experiment, processes: int, verb: str
-) -> Identity:
+def study_identity(arguments: argparse.Namespace, space: Space, verb: str) -> Identity:
     """Return the identity of the study's run. The same command gets the same: it resumes."""
     path, cls = experiment_file.split(arguments.experiment)
     base = arguments.study
@@ -153,7 +158,9 @@ def study_identity(
         how = sorted((key, given[key]) for key in _PART_OF_THE_NAME if key in given)
         # A study of an older version has no knobs in its name.
         how = [(key, value) for key, value in how if key != "knobs" or value]
-        what = repr((str(path), cls, config.to_yaml(reference), processes, how))
+        # A study of an older version has one number of processes.
+        processes = space.devices if len(space.devices) > 1 else space.devices[0]
+        what = repr((str(path), cls, config.to_yaml(space.reference), processes, how))
         digest = hashlib.sha256(what.encode()).hexdigest()[:6]
         base = f"{names.made_plain(path.stem)}-{verb}-{digest}"
     names.checked_run(base)
@@ -211,7 +218,7 @@ def _search(
 ) -> int:
     from rankzero.tuning import search
 
-    identity = study_identity(arguments, space.reference, described.processes, "search")
+    identity = study_identity(arguments, space, "search")
     setup = search.SearchSetup(
         identity=identity,
         root=arguments.dir,
@@ -230,28 +237,30 @@ def _search(
     )
     if arguments.result_file is not None:
         arguments.result_file.write_text(json.dumps({"study": identity.name}), encoding="utf-8")
-    where = f"{described.processes} x {described.device}"
+    where = f"{'/'.join(map(str, space.devices))} x {described.device}"
     print_line(f"study  {identity.name}  ({arguments.objective}, {where})")
     outcome = search.run(setup)
     print_line(f"\n{outcome.text}")
     delivery_notes.print_delivery(outcome.folder, offline=arguments.offline)
-    if outcome.decided:
+    if outcome.use:
         again = f"{program()} report {identity.name}"
-        print_line(f"use:   {setup.use}\nlook:  {program()} ui   again: {again}")
+        print_line(f"use:   {outcome.use}\nlook:  {program()} ui   again: {again}")
     return delivery_notes.exit_code(outcome.folder)
 
 
 def _search_options(arguments: argparse.Namespace) -> SearchOptions:
     """Return the options. Raises UserError if they are out of range or do not fit together."""
-    for name in ("minutes", "trials", "trial_minutes", "seeds", "silence_seconds", "parallel"):
+    positive = ("minutes", "trials", "trial_minutes", "seeds", "silence_seconds", "parallel")
+    for name in (*positive, "price"):
         value = getattr(arguments, name)
-        if value is not None and value <= 0:
+        if value is not None and not value > 0:
             raise UserError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
     if arguments.seeds < 2:
         why = "one run says nothing about the noise"
         raise UserError(f"--seeds must be at least 2, got {arguments.seeds}: {why}")
     if arguments.objective == "quality" and arguments.trial_minutes is None:
         raise UserError("--objective quality needs --trial-minutes, the training time of a trial")
+    _check_cost(arguments)
     if arguments.tolerance < 0:
         raise UserError(f"--tolerance must be at least 0, got {arguments.tolerance:g}")
     tracking = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
@@ -265,6 +274,19 @@ def _search_options(arguments: argparse.Namespace) -> SearchOptions:
         name.name: getattr(arguments, name.name) for name in dataclasses.fields(SearchOptions)
     }
     return SearchOptions(**chosen)
+
+
+def _check_cost(arguments: argparse.Namespace) -> None:
+    """Raise UserError for a price, or several numbers of devices, without a time to a target."""
+    several = arguments.nproc and len(options.device_counts(arguments.nproc)) > 1
+    if arguments.price == math.inf:
+        raise UserError("--price must be finite")
+    for is_given, option in ((several, f"--nproc {arguments.nproc}"), (arguments.price, "--price")):
+        if is_given and arguments.objective != "time-to-target":
+            raise UserError(
+                f"{option} is about the time to a target, and --objective {arguments.objective} "
+                "has none: leave out one of the two"
+            )
 
 
 def _database(uri: str) -> Path | str:

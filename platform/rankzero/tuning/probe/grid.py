@@ -57,6 +57,7 @@ class ProbeResult:
     plan: str = ""
     setup_seconds: float = 0.0
     """The time to build everything and take the first step, which compiles."""
+    devices: int = 1
 
     @property
     def bound(self) -> str:
@@ -134,6 +135,12 @@ def _largest_fitting(found: Sequence[ProbeResult]) -> float:
         return bound
     fixed_bytes = low_bytes - bytes_per_sample * low
     return min(bound, (HEADROOM * min(limits) - fixed_bytes) / bytes_per_sample)
+
+
+def row_names(measured: Sequence[ProbeResult]) -> list[str]:
+    """Return each cell's row of the map: ``bf16``, or ``4 x bf16`` with several device counts."""
+    several = len({one.devices for one in measured}) > 1
+    return [f"{one.devices} x {one.precision}" if several else one.precision for one in measured]
 
 
 def fastest(measured: Sequence[ProbeResult]) -> list[ProbeResult]:

@@ -1,6 +1,6 @@
 """The probe map: speed and memory of batch size x precision, and the effects of knobs at its knee.
 
-Each cell is measured once and kept.
+Each cell is measured once and kept. Each number of devices has a map; knobs are measured on most.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rankzero.tuning.probe import grid, speed_knobs, worker
 from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.probe.speed_knobs import Effect
 from rankzero.tuning.probe.worker import ProbeRequest
-from rankzero.tuning.space import BATCH_INDEX, PRECISION, Space, settings_text
+from rankzero.tuning.space import BATCH_INDEX, PRECISION, Space, devices_text, settings_text
 from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.host_process import Host
 
@@ -82,8 +82,32 @@ def measure(
 
     Raises RunFailed if no cell can be measured. The map has the space's batch sizes from half of
     the user's own, and all precisions. `root`: the folder of the embedded store. Results are kept
-    below it for the next search.
+    below it for the next search. On most devices, a step waits longest for data and gradients: a
+    search decides the knobs of speed there, for all numbers of devices.
     """
+    found = Probe()
+    for count in space.devices:
+        one = dataclasses.replace(described, processes=count)
+        knobs = space.knobs if count == max(space.devices) else ()
+        if len(space.devices) > 1:
+            notify(f"probe  on {devices_text(count)}")
+        probe = _measure_on(
+            dataclasses.replace(space, knobs=knobs), one, experiment_file, root, host, notify
+        )
+        found.cells.extend(dataclasses.replace(cell, devices=count) for cell in probe.cells)
+        found.effects.extend(probe.effects)
+    return found
+
+
+def _measure_on(
+    space: Space,
+    described: ExperimentDescription,
+    experiment_file: str,
+    root: Path,
+    host: Host,
+    notify: Callable[[str], None],
+) -> Probe:
+    """Measure on the described number of processes."""
     train = space.reference.train
     request = ProbeRequest(
         experiment_file=experiment_file,
@@ -147,24 +171,29 @@ def _read(path: Path) -> list[ProbeResult]:
 def guesses(space: Space, measured: Sequence[ProbeResult]) -> list[dict[str, Any]]:
     """Return the parameters to try first: the user's own with the knobs of speed, then the map's.
 
-    The map suggests its knee, and half-way to it from the user's batch size.
+    The map suggests its knee, and half-way to it from the user's batch size. On other numbers of
+    devices than the user's own, it suggests half-way alone.
 
     With samples to the target n0 (1 + B / B_crit) and speed X0 B / (B + B_hw), the best batch size
     is sqrt(B_hw B_crit). It lies below the knee, where the speed levels off, and above the batch
     size of a user who began small.
     """
-    found, own = grid.knee(measured), space.reference_parameters()
-    if found is None:
-        return []
-    fast, tried = space.sped_up(own), [space.sped_up(own)]
-    if BATCH_INDEX in own:
-        knee = own[BATCH_INDEX]
-        if found.batch_size in space.batch_sizes:
-            knee = space.batch_sizes.index(found.batch_size)
-        between = math.ceil((own[BATCH_INDEX] + knee) / 2)
-        if PRECISION in own and found.precision in space.precisions:
-            fast[PRECISION] = found.precision
-        tried += [{**fast, BATCH_INDEX: index} for index in dict.fromkeys((between, knee))]
+    own, tried = space.reference_parameters(), list[dict[str, Any]]()
+    for count in space.devices:
+        found = grid.knee([one for one in measured if one.devices == count])
+        if found is None:
+            continue
+        first, fast = count == space.devices[0], space.on(count, space.sped_up(own))
+        tried += [dict(fast)] if first or BATCH_INDEX not in own else []
+        if BATCH_INDEX in own:
+            knee = own[BATCH_INDEX]
+            if found.batch_size in space.batch_sizes:
+                knee = space.batch_sizes.index(found.batch_size)
+            between = math.ceil((own[BATCH_INDEX] + knee) / 2)
+            if PRECISION in own and found.precision in space.precisions:
+                fast[PRECISION] = found.precision
+            indices = dict.fromkeys((between, knee) if first else (between,))
+            tried += [{**fast, BATCH_INDEX: index} for index in indices]
     return [parameters for parameters in tried if parameters != own]
 
 

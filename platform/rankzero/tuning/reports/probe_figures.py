@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rankzero.tuning.probe.grid import ProbeResult
+from rankzero.tuning.probe.grid import ProbeResult, row_names
 from rankzero.tuning.probe.speed_knobs import Effect
 
 _DOTS_PER_INCH = 120
@@ -108,7 +108,9 @@ def _grid(
     measured: Sequence[ProbeResult], line_break: str
 ) -> tuple[list[str], list[str], list[list[float]], list[list[str]]]:
     """Return the batch sizes, the precisions, and for each precision a row of speeds and labels."""
-    cells = {(one.precision, one.batch_size): one for one in measured if one.status == "ok"}
+    able = [one for one in measured if one.status == "ok"]
+    names = row_names(able)
+    cells = {(name, one.batch_size): one for name, one in zip(names, able, strict=True)}
     sizes = sorted({size for _, size in cells})
     precisions = list(dict.fromkeys(precision for precision, _ in cells))
     rows = [[cells.get((name, size)) for size in sizes] for name in precisions]

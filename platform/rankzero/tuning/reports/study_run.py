@@ -25,12 +25,21 @@ from rankzero.tracking.run_log import RunLog
 from rankzero.tuning.next_trial import best_value
 from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.probe.speed_knobs import EFFECT_COLUMNS, Effect
+from rankzero.tuning.space import DEVICES
 from rankzero.tuning.trial import Trial
 
 _RESULT_COLUMNS = ("trial", "state", "value", "best", "samples_per_second")
 SHOWN_COLUMNS = (*_RESULT_COLUMNS, "batch_size", "precision", "lr")
 """Columns for people: in the run's description, and in the terminal."""
-_COLUMNS = (*SHOWN_COLUMNS, "train_seconds", "memory_megabytes", "joules", "run", "reason")
+_COLUMNS = (
+    *SHOWN_COLUMNS,
+    "devices",
+    "train_seconds",
+    "memory_megabytes",
+    "joules",
+    "run",
+    "reason",
+)
 
 
 class StudyRun:
@@ -157,6 +166,7 @@ def _known(values: Mapping[str, float | None]) -> dict[str, float]:
 def _row_of(trial: Trial) -> dict[str, Any]:
     """Return a trial's row of the table of trials, by column."""
     known = {"trial": trial.number, "state": trial.state, "value": trial.value, **trial.facts}
+    known["devices"] = trial.parameters.get(DEVICES)
     return {column: known.get(column) for column in _COLUMNS}
 
 
@@ -179,8 +189,13 @@ def trials_markdown(trials: Sequence[Trial]) -> str:
 
 def effects_markdown(effects: Sequence[Effect]) -> str:
     """Return the effects of knobs as a Markdown table, or nothing without effects."""
-    rows = [[f"{text}&emsp;" for text in one.row()] for one in effects]
-    return f"{markdown.table(EFFECT_COLUMNS, rows)}\n\n" if rows else ""
+    return texts_markdown(EFFECT_COLUMNS, [one.row() for one in effects])
+
+
+def texts_markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of texts as a Markdown table, or nothing without rows."""
+    shown = [[f"{text}&emsp;" for text in row] for row in rows]
+    return f"{markdown.table(columns, shown)}\n\n" if rows else ""
 
 
 def sweet_spot_yaml(experiment: Experiment, verdict: str, command: str) -> str:

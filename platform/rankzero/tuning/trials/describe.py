@@ -56,15 +56,19 @@ class ExperimentDescription:
 
 
 def describe(
-    reference: str, settings: Mapping[str, str], processes: int | None, parallel: int = 1
+    reference: str,
+    settings: Mapping[str, str],
+    processes: int | None,
+    parallel: int = 1,
+    more: Sequence[int] = (),
 ) -> ExperimentDescription | Exception:
     """Return the description of the experiment in a file, or the error of reading it there.
 
     A child process reads the file. `processes`: of each trial. None: as many as there are GPUs for
-    each of the `parallel` trials.
+    each of the `parallel` trials. `more`: other numbers that trials may have.
     """
     context = multiprocessing.get_context("forkserver")
-    given = (reference, dict(settings), processes, parallel)
+    given = (reference, dict(settings), processes, parallel, more)
     try:
         reader, writer = context.Pipe(duplex=False)
         child = context.Process(target=_child, args=(writer, *given))
@@ -134,7 +138,11 @@ def _child(pipe: Connection, *given: Any) -> None:
 
 
 def _described(
-    reference: str, settings: Mapping[str, str], processes: int | None, parallel: int
+    reference: str,
+    settings: Mapping[str, str],
+    processes: int | None,
+    parallel: int,
+    more: Sequence[int] = (),
 ) -> ExperimentDescription:
     import torch
     from torch import nn
@@ -155,9 +163,15 @@ def _described(
         processes = strategies.processes(strategy, gpus // parallel)
     if processes < 1:
         raise UserError("--nproc must be at least 1")
-    check_gpus(processes)
-    # Called for its check: it raises if the batch cannot be divided.
-    micro_batch_size(experiment.train, strategies.shards(strategy, processes))
+    cores = max(1, len(usable_cores()) // parallel)
+    if more and strategy in ("single", "dp"):
+        raise UserError(f"train.strategy={strategy} is one process: use ddp, or one --nproc")
+    if more and not gpus and max(processes, *more) > cores:
+        raise UserError(f"--nproc {max(more)}: each trial has {cores} processor cores for them")
+    for count in (processes, *more):
+        check_gpus(count)
+        # Called for its check: it raises if the batch cannot be divided.
+        micro_batch_size(experiment.train, strategies.shards(strategy, count))
     model, (data, validation) = experiment.model(), experiment.data()
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     made = experiment.optimizer(model)
@@ -175,7 +189,7 @@ def _described(
         device=torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
         driver=driver_version() if torch.cuda.is_available() else "",
         gpus=gpus,
-        cores=max(1, len(usable_cores()) // parallel),
+        cores=cores,
         loads=not in_memory(data, experiment.collate),
         images=any(parameter.dim() == 4 for parameter in model.parameters()),
         batch_norm=any(isinstance(part, norms) for part in model.modules()),

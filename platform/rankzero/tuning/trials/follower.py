@@ -60,6 +60,8 @@ class TrialJob:
     """Called once, with None if the search stops before the trial has ended."""
     why_prune: Callable[[LearningCurve], str] = lambda _curve: ""
     """Returns why to prune the trial, or an empty text."""
+    processes: int | None = None
+    """None: as many as the launcher has."""
 
 
 class _Trial(NamedTuple):
@@ -113,7 +115,7 @@ class TrialPool:
         launcher = self._free[0]
         try:
             experiment = override(job.experiment, {**job.objective.settings(), **_TRIAL_SETTINGS})
-            run = launcher.start(experiment, job.name)
+            run = launcher.start(experiment, job.name, job.processes)
         except BaseException:
             job.ended(None)
             raise

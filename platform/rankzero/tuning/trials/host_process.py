@@ -38,10 +38,15 @@ class Host:
         self._start()
 
     def describe(
-        self, reference: str, settings: Mapping[str, str], processes: int | None, parallel: int = 1
+        self,
+        reference: str,
+        settings: Mapping[str, str],
+        processes: int | None,
+        parallel: int = 1,
+        more: Sequence[int] = (),
     ) -> ExperimentDescription:
         """Return the description of the experiment in a file. Raises UserError, RunFailed."""
-        self._pipe.send((describe, reference, settings, processes, parallel))
+        self._pipe.send((describe, reference, settings, processes, parallel, more))
         try:
             answer = self._pipe.recv()
         except EOFError:

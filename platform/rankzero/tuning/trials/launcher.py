@@ -51,8 +51,10 @@ class TrainLauncher:
     """The processes of each trial."""
     environment: Mapping[str, str]
 
-    def start(self, experiment: Experiment, name: str) -> LaunchedTrial:
-        """Start a run of `experiment`, called `name`."""
+    def start(
+        self, experiment: Experiment, name: str, processes: int | None = None
+    ) -> LaunchedTrial:
+        """Start a run of `experiment`, called `name`, on so many processes instead."""
         runs = self.study.path.parent
         # A trial of an interrupted search keeps its name, so a repeated one gets the next.
         names = itertools.chain([name], (f"{name}-{count}" for count in itertools.count(2)))
@@ -62,7 +64,10 @@ class TrainLauncher:
         # The study's courier delivers the runs that are listed here.
         self.study.add_child(name)
         request = request_for(folder, experiment, self.environment, is_trial=True)
-        self.host.run(train, self.topology, request, folder.path / "logs")
+        topology = dataclasses.replace(
+            self.topology, processes=processes or self.topology.processes
+        )
+        self.host.run(train, topology, request, folder.path / "logs")
         return LaunchedTrial(folder, self.host)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from rankzero.config import flatten
 from rankzero.tuning.next_trial import reference_trial
 from rankzero.tuning.objective import Objective
-from rankzero.tuning.space import BATCH_INDEX, FACTOR, PRECISION, SPEED, Space
+from rankzero.tuning.space import BATCH_INDEX, DEVICES, FACTOR, PRECISION, SPEED, Space
 from rankzero.tuning.trial import Trial
 from rankzero.tuning.trials.follower import TrialResult
 from rankzero.tuning.verdict.decide import Candidate, ConfirmationRun, Verdict, decide
@@ -126,10 +126,12 @@ def verdict_of(
 def _candidate(space: Space, trial: Trial, runs: Sequence[ConfirmationRun]) -> Candidate:
     """Return a trial with its confirmations, and the settings that were searched."""
     # The learning rate is shown even if it was not searched: it scales with the batch size.
-    settings = flatten(space.experiment(trial.parameters))
+    devices = space.devices_of(trial.parameters)
+    settings = {**flatten(space.experiment(trial.parameters)), DEVICES: devices}
     parameter_of = {"train.batch_size": BATCH_INDEX, "train.precision": PRECISION, "lr": FACTOR}
     searched = space.parameters()
     keys = [key for key, name in parameter_of.items() if name in searched or key == "lr"]
     speed = space.speed if SPEED in trial.parameters else ()
+    keys += [DEVICES] if DEVICES in searched else []
     shown = {key: settings[key] for key in [*keys, *space.extras, *speed]}
-    return Candidate(trial.number, shown, settings["train.batch_size"], tuple(runs))
+    return Candidate(trial.number, shown, settings["train.batch_size"], tuple(runs), devices)

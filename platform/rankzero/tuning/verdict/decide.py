@@ -48,6 +48,7 @@ class Candidate:
     settings: Mapping[str, Any]
     batch_size: int
     runs: tuple[ConfirmationRun, ...]
+    devices: int = 1
 
     @property
     def reached(self) -> bool:
@@ -192,9 +193,10 @@ class _Scale:
         return self._deviation * math.sqrt(sum(1 / count for count in runs))
 
 
-def _cost(candidate: Candidate) -> tuple[float, float, int]:
-    """Return the order among equals: least memory, then least energy, then the smallest batch."""
+def _cost(candidate: Candidate) -> tuple[float, ...]:
+    """Return the order among equals: fewest devices, least memory, energy, and batch size."""
     return (
+        candidate.devices,
         median([run.memory_bytes for run in candidate.runs]),
         median([run.joules for run in candidate.runs]),
         candidate.batch_size,

@@ -1,0 +1,156 @@
+"""The cost of a training to the target, and what is worth its price. Pure.
+
+The cost is seconds x devices x the price of a device. The knee is the configuration with the least
+product of time and cost: up to it, 1 % more cost buys at least 1 % more speed (Eager, Zahorjan and
+Lazowska 1989, "Speedup versus efficiency in parallel systems").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from rankzero.confidence import pooled_deviation, student_t
+from rankzero.tuning.next_trial import front
+from rankzero.tuning.probe.grid import ProbeResult
+from rankzero.tuning.probe.scaling import SCALING_COLUMNS, Scaling, scaling
+from rankzero.tuning.space import Space, devices_text
+from rankzero.tuning.trial import Trial
+from rankzero.tuning.verdict.confirm import Stored, by_trial
+
+COST_COLUMNS = ("trial", "devices", "seconds to target", "cost to target", "new seeds", "best for")
+
+
+@dataclasses.dataclass(frozen=True)
+class PricedTrial:
+    """A configuration that reached the target: its time and its cost, with 95 % intervals."""
+
+    trial: int
+    devices: int
+    seconds: float
+    """Confirmed: the geometric mean over the new seeds."""
+    cost: float
+    seeds: int = 0
+    """The new seeds on which it is confirmed; 0: a trial alone."""
+    spread: float = math.nan
+    """The factor from the mean to the interval's ends, of the time as of the cost."""
+
+    @property
+    def row(self) -> list[str]:
+        """Return the texts of `COST_COLUMNS` but the last."""
+        known = math.isfinite(self.spread)
+        seconds, cost = (
+            f"{value:.4g}" + (f" ({value / self.spread:.3g} to {value * self.spread:.3g})" * known)
+            for value in (self.seconds, self.cost)
+        )
+        return [str(self.trial), str(self.devices), seconds, cost, str(self.seeds or "")]
+
+
+def priced(
+    trials: Sequence[Trial], space: Space, stored: Stored, price: float
+) -> list[PricedTrial]:
+    """Return what reached the target: of each confirmed trial the new seeds, else the trial.
+
+    `price`: of one device for an hour. `stored`: the confirmations. A configuration that missed the
+    target on a new seed is left out.
+    """
+    confirmed = {number: [run.value for run in runs] for number, runs in by_trial(stored).items()}
+    logs = {
+        number: [math.log(value) for value in values if value]
+        for number, values in confirmed.items()
+        if all(values)
+    }
+    # Pooled, as for the verdict: three runs of one configuration hardly show the noise.
+    deviation, freedom = pooled_deviation(list(logs.values()))
+    found = []
+    for trial in trials:
+        devices, own = space.devices_of(trial.parameters), logs.get(trial.number, [])
+        hourly = devices * price / 3600
+        if own:
+            seconds = math.exp(statistics.fmean(own))
+            half = student_t(freedom) * deviation / math.sqrt(len(own)) if freedom else math.nan
+            one = PricedTrial(trial.number, devices, seconds, seconds * hourly, len(own))
+            found.append(dataclasses.replace(one, spread=math.exp(half)))
+        elif trial.feasible and trial.value and trial.number not in confirmed:
+            seconds = trial.value
+            found.append(PricedTrial(trial.number, devices, seconds, seconds * hourly))
+    return found
+
+
+def recommended(found: Sequence[PricedTrial], winner: int) -> dict[str, PricedTrial]:
+    """Return the fastest, the knee and the cheapest, of the confirmed ones if there are any.
+
+    `winner`: the trial of the verdict. It is the fastest as far as the runs can show.
+    """
+    sure = [one for one in found if one.seeds] or found
+    if not sure:
+        return {}
+    return {
+        "fastest": min(sure, key=lambda one: (one.trial != winner, one.seconds, one.cost)),
+        "knee": min(sure, key=lambda one: (one.seconds * one.cost, one.cost, one.seconds)),
+        "cheapest": min(sure, key=lambda one: (one.cost, one.seconds)),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceResult:
+    """The result of a search about numbers of devices and their cost."""
+
+    price: float | None
+    """A device for an hour costs this."""
+    found: Sequence[PricedTrial]
+    best: Mapping[str, PricedTrial]
+    """The recommendations by name."""
+    curve: Scaling | None
+
+    def sentences(self) -> list[str]:
+        """Return the recommendations and the scaling curve as sentences."""
+        texts = []
+        if self.best:
+            by_trial = {one.trial: one for one in self.best.values()}
+            parts = [
+                f"{' and '.join(self._names(one).rsplit(', ', 1))} {one.seconds:.3g} s and "
+                f"{one.cost:.3g} on {devices_text(one.devices)} (trial {number})"
+                for number, one in by_trial.items()
+            ]
+            texts = [f"To the target, at {self.price:g} per device-hour: {'; '.join(parts)}."]
+            fast, cheap = self.best["fastest"], self.best["cheapest"]
+            if fast.devices != cheap.devices:
+                texts.append(
+                    f"{devices_text(fast.devices)}: {fast.cost / cheap.cost:.2g}x the cost for "
+                    f"{cheap.seconds / fast.seconds:.2g}x the speed of "
+                    f"{devices_text(cheap.devices)}."
+                )
+        return [*texts, *([self.curve.sentence()] if self.curve else [])]
+
+    def tables(self) -> list[tuple[str, Sequence[str], list[list[str]]]]:
+        """Return file name, columns and rows of each table: the front, and the scaling curve."""
+        shown = {one.trial: one for one in [*front(self.found, time_and_cost), *self.best.values()]}
+        ranked = sorted(shown.values(), key=time_and_cost)
+        priced = [[*one.row, self._names(one)] for one in ranked]
+        scaled = [one.row for one in self.curve.points] if self.curve else []
+        tables = ("cost.json", COST_COLUMNS, priced), ("scaling.json", SCALING_COLUMNS, scaled)
+        return [table for table in tables if table[2]]
+
+    def _names(self, wanted: PricedTrial) -> str:
+        return ", ".join(name for name, one in self.best.items() if one.trial == wanted.trial)
+
+
+def device_result(
+    trials: Sequence[Trial],
+    space: Space,
+    stored: Stored,
+    price: float | None,
+    winner: int,
+    measured: Sequence[ProbeResult],
+) -> DeviceResult:
+    """Return what the trials, their confirmations and the probe's cells show."""
+    found = [] if price is None else priced(trials, space, stored, price)
+    return DeviceResult(price, found, recommended(found, winner), scaling(measured))
+
+
+def time_and_cost(one: PricedTrial) -> tuple[float, float]:
+    """Return what the front is of."""
+    return one.seconds, one.cost
