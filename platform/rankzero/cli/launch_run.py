@@ -20,6 +20,7 @@ from rankzero.cli.display.live import Console
 from rankzero.errors import FAILED, FINISHED, RESUMABLE, RunFailed, UserError
 from rankzero.experiment import Experiment, Train
 from rankzero.launch import agent, failures
+from rankzero.launch.machines import ALONE, Machines
 from rankzero.launch.request import OUT_OF_MEMORY, request_for, write_config
 from rankzero.launch.signals import SignalForwarder
 from rankzero.mlflow_store.patience import patience
@@ -106,9 +107,13 @@ def _launch(
     tags |= plan.tags
     request = request_for(folder, plan.experiment, tags, resumes=plan.resumes, offline=plan.offline)
     advice = DataWait(train.workers, plan.topology.processes, len(usable_cores()))
-    console = Console(folder, plan.experiment.goal, plan.root, advise=advice)
+    machines = plan.topology.machines
+    first = True if machines.alone else None
+    console = Console(folder, plan.experiment.goal, plan.root, advise=advice, is_first=first)
     with console:
-        result = agent.run(plan.topology, worker.main, request, folder.path / "logs", forwarder)
+        result = agent.run(
+            plan.topology, worker.main, request, folder.path / "logs", forwarder, console.joined
+        )
     return console, result, lookup.attempt_started(folder, before)
 
 
@@ -125,7 +130,7 @@ def _with_half_the_micro_batch(plan: LaunchPlan) -> tuple[int, Experiment] | Non
     if first is None or first.kind is not failures.FailureKind.OUT_OF_MEMORY:
         return None
     # With several machines, only one of them knows why the ranks ended.
-    if train.limits.oom == "fail" or topology.nodes > 1 or train.strategy == "pp":
+    if train.limits.oom == "fail" or not topology.machines.alone or train.strategy == "pp":
         return None
     size = micro_batch_size(train, strategies.shards(train.strategy, topology.processes))
     if size % 2:
@@ -228,7 +233,9 @@ def _has_checkpoint(folder: RunFolder) -> bool:
     return any(folder.checkpoints.glob("step_*"))
 
 
-def topology_of(arguments: argparse.Namespace, train: Train) -> agent.Topology:
+def topology_of(
+    arguments: argparse.Namespace, train: Train, machines: Machines = ALONE
+) -> agent.Topology:
     """Return the processes that the command line asks for. Raises UserError if they cannot run."""
     import torch
 
@@ -239,16 +246,12 @@ def topology_of(arguments: argparse.Namespace, train: Train) -> agent.Topology:
     processes = arguments.nproc
     if processes is None:
         processes = strategies.processes(train.strategy, torch.cuda.device_count())
-    if processes < 1 or arguments.nnodes < 1:
-        raise UserError("--nproc and --nnodes must be at least 1")
-    if arguments.nnodes > 1 and not arguments.rdzv_endpoint:
-        raise UserError("--nnodes needs --rdzv-endpoint HOST:PORT, the first machine's, on each")
+    if processes < 1:
+        raise UserError("--nproc must be at least 1")
     check_gpus(processes)
-    micro_batch_size(train, strategies.shards(train.strategy, processes * arguments.nnodes))
-    endpoint = arguments.rdzv_endpoint or "localhost:0"
-    return agent.Topology(
-        processes, arguments.nnodes, endpoint, arguments.rdzv_id, arguments.max_restarts
-    )
+    for count in range(machines.least, machines.most + 1):
+        micro_batch_size(train, strategies.shards(train.strategy, processes * count))
+    return agent.Topology(processes, arguments.max_restarts, machines)
 
 
 def libraries_of(path: Path) -> list[str]:

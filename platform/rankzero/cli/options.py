@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import re
 import secrets
 from pathlib import Path
+from typing import Any
 
-from rankzero import experiment_file
+from rankzero import config, experiment_file
 from rankzero.catalog import filters, lookup
 from rankzero.errors import UserError
+from rankzero.launch import machines
+from rankzero.launch.machines import ALONE, Machines
 from rankzero.mlflow_store import drivers, limits, uris
 from rankzero.mlflow_store.items import DESCRIPTION
 from rankzero.mlflow_store.patience import A_DAY, WAIT, seconds
@@ -76,11 +80,10 @@ def add_processes(
     """Add ``--nproc`` and ``--max-restarts``; `default`: the default of the first, in words."""
     add = parser.add_argument_group("processes (torchrun's options)").add_argument
     nproc = f"processes on this machine (default: {default})"
-    add("--nproc", "--nproc-per-node", type=int, dest="nproc", help=nproc)
+    given = _of_torchrun("NPROC_PER_NODE")
+    add("--nproc", "--nproc-per-node", type=_processes, dest="nproc", default=given, help=nproc)
     restarts = "how often failed processes restart from the newest checkpoint (default: 0)"
-    add("--max-restarts", type=int, default=0, help=restarts)
-    # Those of a command that does not add the options for several machines.
-    parser.set_defaults(nnodes=1, rdzv_endpoint=None, rdzv_id="rankzero")
+    add("--max-restarts", type=int, default=_of_torchrun("MAX_RESTARTS") or 0, help=restarts)
 
 
 def device_counts(text: str) -> list[int]:
@@ -97,11 +100,66 @@ def device_counts(text: str) -> list[int]:
 
 
 def add_machines(parser: argparse.ArgumentParser) -> None:
-    """Add the options for several machines."""
-    add = parser.add_argument_group("several machines (torchrun's options)").add_argument
-    add("--nnodes", type=int, default=1, help="machines; run the same command on each")
+    """Add the options for several machines. Each has the default of torchrun's ``PET_…``."""
+    group = parser.add_argument_group("several machines (torchrun's options)")
+
+    def add(name: str, **words: Any) -> None:
+        default = _of_torchrun(name.strip("-").replace("-", "_").upper())
+        group.add_argument(name, default=default, **words)
+
+    nodes = "machines; run the same command on each (default: 1, or those of a Slurm step)"
+    add("--nnodes", type=_machines, metavar="N|MIN:MAX", help=nodes)
     add("--rdzv-endpoint", help="host:port of the first machine, the same on each")
-    add("--rdzv-id", default="rankzero", help="the job's name, the same on each machine")
+    add("--rdzv-id", help="the job's name, the same on each machine (default: rankzero)")
+    add("--rdzv-conf", metavar="KEY=VALUE,…", help="settings of torchrun's rendezvous")
+    local = "this machine's address, for the others (default: by the route to --rdzv-endpoint)"
+    add("--local-addr", help=local)
+
+
+def machines_of(arguments: argparse.Namespace) -> Machines:
+    """Return the machines of the command line, of torchrun's variables or of a Slurm step.
+
+    Raises UserError if they are incomplete, or if this machine has no address for the others.
+    """
+    endpoint, number = arguments.rdzv_endpoint, None
+    if not endpoint and (first := _of_torchrun("MASTER_ADDR")):
+        endpoint = f"{first}:{_of_torchrun('MASTER_PORT') or machines.DEFAULT_PORT}"
+        # It is the address of the machine with number 0. Any machine may be an endpoint.
+        known = _of_torchrun("NODE_RANK") or ""
+        number = int(known) if known.isdecimal() else None
+    words = (arguments.rdzv_conf or "").split(",")
+    given = {
+        "endpoint": endpoint,
+        "job": arguments.rdzv_id,
+        "address": arguments.local_addr,
+        "settings": config.parse_assignments(word for word in words if word.strip()),
+    }
+    given = {name: value for name, value in given.items() if value}
+    if arguments.nnodes is None and (step := machines.of_slurm(os.environ)):
+        number = number if endpoint else step.number
+        return machines.meet(dataclasses.replace(step.machines, **given), number)
+    least, most = arguments.nnodes or (1, 1)
+    if most == 1:
+        return ALONE
+    if not endpoint:
+        raise UserError("--nnodes needs --rdzv-endpoint HOST:PORT, the first machine's, on each")
+    return machines.meet(Machines(least, most, **{"address": None, **given}), number)
+
+
+def _of_torchrun(name: str) -> str | None:
+    return os.environ.get(f"PET_{name}") or None
+
+
+def _processes(text: str) -> int | None:
+    # Both mean one for each device. Our own default also knows the strategy.
+    return None if text in ("auto", "gpu") else int(text)
+
+
+def _machines(text: str) -> tuple[int, int]:
+    try:
+        return machines.count_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_delivery(parser: argparse.ArgumentParser) -> None:

@@ -11,12 +11,14 @@ import dataclasses
 import json
 import logging
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankzero.launch import rendezvous, signals
+from rankzero.launch.machines import ALONE, Machines
 from rankzero.launch.signals import SignalForwarder
 
 if TYPE_CHECKING:
@@ -44,17 +46,11 @@ _MONITOR_SECONDS = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """The machines and their processes. The defaults are this machine alone."""
+    """The processes of each machine, and the machines: by default this one alone."""
 
     processes: int
-    """Per machine."""
-    nodes: int = 1
-    """Machines."""
-    endpoint: str = "localhost:0"
-    """The rendezvous, ``host:port``; needed with several machines."""
-    job: str = "rankzero"
-    """The name by which machines of one job find each other."""
     max_restarts: int = 0
+    machines: Machines = ALONE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +79,11 @@ def run(
     request: Any,
     logs: Path,
     forwarder: SignalForwarder,
+    joined: Callable[[int], object] = lambda _: None,
 ) -> LaunchResult:
     """Run `entry(request)` in every process of this machine; return how they ended.
+
+    `joined` gets this machine's number among the others before each start of its workers.
 
     SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 to this process ask the workers to stop, at the
     same step, and nothing is started again. A second signal ends them as an exception does. SIGQUIT
@@ -103,12 +102,13 @@ def run(
     logs.mkdir(parents=True, exist_ok=True)
     logs_specs = DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL)
     signals.start_server()
-    store = rendezvous.private_folder() if topology.nodes == 1 else contextlib.nullcontext()
+    alone = topology.machines.alone
+    store = rendezvous.private_folder() if alone else contextlib.nullcontext()
     try:
         with store as folder, forwarder.to_workers() as workers:
             spec = _worker_spec(topology, entry, request, folder)
             try:
-                result = torch_compat.ObservedAgent(spec, logs_specs, workers).run()
+                result = torch_compat.ObservedAgent(spec, logs_specs, workers, joined).run()
             finally:
                 spec.rdzv_handler.shutdown()
     except signals.LaunchStopped as stopped:
@@ -148,37 +148,47 @@ def _worker_spec(
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
-    alone = topology.nodes == 1
-    address = "localhost" if alone else None
+    machines = topology.machines
     parameters = RendezvousParameters(
         backend="c10d",
-        endpoint=topology.endpoint,
-        run_id=topology.job,
-        min_nodes=topology.nodes,
-        max_nodes=topology.nodes,
-        local_addr=address,
+        endpoint=machines.endpoint,
+        run_id=machines.job,
+        min_nodes=machines.least,
+        max_nodes=machines.most,
+        local_addr=machines.address,
+        **machines.settings,
     )
-    make = rendezvous.handler_of_one_agent if alone else registry.get_rendezvous_handler
+    make = rendezvous.handler_of_one_agent if machines.alone else registry.get_rendezvous_handler
+    interface = None if machines.alone else machines.interface
     return WorkerSpec(
         role="rank",
         local_world_size=topology.processes,
         entrypoint=enter,
-        args=(entry, request, store),
+        args=(entry, request, store, interface),
         rdzv_handler=make(parameters),
         max_restarts=topology.max_restarts,
         monitor_interval=_MONITOR_SECONDS,
-        local_addr=address,
+        local_addr=machines.address,
     )
 
 
-def enter(entry: Callable[[Any], str], request: Any, store: str | None = None) -> str:
+def enter(
+    entry: Callable[[Any], str],
+    request: Any,
+    store: str | None = None,
+    interface: str | None = None,
+) -> str:
     """Run `entry(request)` in a worker. The agent calls this.
 
-    `store`: the folder through which the ranks of one machine find each other.
+    `store`: the folder through which the ranks of one machine find each other. `interface`: the
+    network interface by which those of several machines do.
     """
     from rankzero.launch import torch_compat
 
     rendezvous.use_folder(store)
+    if interface is not None:
+        # By default gloo binds to the address that the host's name resolves to.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # A fork of the server would start processes through that server, which must pickle all that
     # they need. The user's code gets Python's default, as in a process of its own.
     multiprocessing.set_start_method(None, force=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from multiprocessing import synchronize
 from typing import Any, Protocol
 
@@ -49,8 +49,14 @@ class ObservedAgent(LocalElasticAgent):
     has no process ids to signal while workers start (pytorch/pytorch#68258, #119856, #154849).
     """
 
-    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, observer: WorkerObserver) -> None:
-        self._observer = observer
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs_specs: LogsSpecs,
+        observer: WorkerObserver,
+        joined: Callable[[int], object] = lambda _: None,
+    ) -> None:
+        self._observer, self._joined = observer, joined
         super().__init__(
             spec,
             logs_specs,
@@ -70,6 +76,7 @@ class ObservedAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._observer.starting()
+        self._joined(worker_group.group_rank or 0)
         ids: dict[int, Any] = super()._start_workers(worker_group)
         self._observer.started(list(ids.values()))
         return ids

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cli.test_launch_run import finish
-from rankzero.cli.display.live import Console
+from rankzero.cli.display.live import Console, look
 from rankzero.cli.display.terminal import table_console
 from rankzero.events import Evaluated
 from rankzero.experiment import Goal
@@ -54,6 +54,27 @@ def test_run_with_odd_names_is_followed_to_its_end(
     assert console.ended is not None and console.ended.status == "FINISHED"
     output = capsys.readouterr().out
     assert f"{ODD} 0.5" in output and REASON in output, output
+
+
+def test_one_of_several_machines_shows_the_run(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in (0, 1):
+        console = Console(folder, Goal(ODD, "max"), folder.path, is_first=None)
+        with console:
+            assert capsys.readouterr().out == ""
+            console.joined(number)
+            append(folder, started(), Evaluated(0.0, 3, {ODD: 0.5}, True), ended(reason=REASON))
+        console.notice(REASON)
+        console.result(ended())
+        output = capsys.readouterr().out
+        assert ("of [/us]" in output and f"{ODD} 0.5" in output) if number == 0 else output == ""
+
+
+def test_where_runs_are_seen(tmp_path: Path) -> None:
+    assert look("http://me:hunter2@server:5000", tmp_path) == "http://server:5000"
+    assert look("sqlite:////runs/mlflow.db", tmp_path).endswith(f"rankzero ui --dir {tmp_path}")
+    assert look("mysql://me:hunter2@host/db", tmp_path).endswith(" mysql://host/db")
 
 
 def test_tables_print_colons_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from rankzero import config
 from rankzero.cli import options
 from rankzero.cli.commands import search
 from rankzero.cli.display import delivery_notes
-from rankzero.cli.display.live import program
+from rankzero.cli.display.live import look
 from rankzero.cli.display.terminal import print_line, print_table, text_console
 from rankzero.errors import FAILED, UserError
 from rankzero.run_store.spoken_names import new_name
@@ -51,7 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     for text in [*problems, *(f"not fair: {note}" for note in notes), tables.sentence(rows)]:
         terminal.print(text, soft_wrap=True)
     delivery_notes.print_delivery(study.folder, offline=arguments.offline)
-    print(f"look:  {program()} ui   run: {study.folder.path.name}", flush=True)
+    where = look(study.folder.identity.tracking_uri, arguments.dir)
+    print(f"look:  {where}   run: {study.folder.path.name}", flush=True)
     trained = any(row.speed_up is not None for row in rows)
     return delivery_notes.exit_code(study.folder) if trained else FAILED
 
@@ -72,7 +73,7 @@ def run_profile(arguments: argparse.Namespace) -> int:
     text_console().print(tables.verdict(profile), soft_wrap=True)
     delivery_notes.print_delivery(study.folder, offline=arguments.offline)
     print(f"trace: {study.folder.artifacts / 'profile'} (open in ui.perfetto.dev)")
-    print(f"look:  {program()} ui", flush=True)
+    print(f"look:  {look(study.folder.identity.tracking_uri, arguments.dir)}", flush=True)
     return delivery_notes.exit_code(study.folder)
 
 

@@ -14,7 +14,7 @@ from rankzero.cli.commands import search
 from rankzero.cli.commands.resume import RECORDER_SECONDS, class_of
 from rankzero.cli.commands.train import experiment_of
 from rankzero.cli.display import delivery_notes
-from rankzero.cli.display.live import program
+from rankzero.cli.display.live import look, program
 from rankzero.cli.display.terminal import print_line, print_table
 from rankzero.errors import FAILED, RESUMABLE, RunFailed, UserError
 from rankzero.experiment import Experiment, Goal
@@ -203,4 +203,5 @@ def _deliver(folder: RunFolder, forwarder: SignalForwarder, *, offline: bool) ->
         if delivery_status.status(child).done and not hurried():
             seconds = patience().seconds
             best_model.in_new_process(child, delivery_notes.print_note, hurried, seconds)
-    print(f"look:  {program()} ui   again: {program()} report {folder.path.name}", flush=True)
+    where = look(folder.identity.tracking_uri, folder.path.parent.parent)
+    print(f"look:  {where}   again: {program()} report {folder.path.name}", flush=True)

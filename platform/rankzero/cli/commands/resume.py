@@ -40,19 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     agent.warm_up()
-    folder = _folder(arguments)
+    folder, machines = _folder(arguments), options.machines_of(arguments)
     name, offline = folder.path.name, arguments.offline
-    with sole_launcher(folder, arguments.nnodes):
+    with sole_launcher(folder, machines.most):
         if is_written(folder):
             raise UserError(f"{name} is still training: stop it first, or wait until it has ended")
-        joins = arguments.nnodes > 1 and not folder.events.exists() and not lookup.mlflow_id(folder)
+        joins = not machines.alone and not folder.events.exists() and not lookup.mlflow_id(folder)
         if joins:  # another machine, whose settings all ranks use in the end
             changes = config.parse_assignments(arguments.settings)
             experiment = with_changes(class_of(folder, arguments.dir)(), changes)
         else:
             experiment = _experiment(folder, arguments)
-            _set_processes(_require_checkpoint(folder, offline), arguments)
-        topology = launch_run.topology_of(arguments, experiment.train)
+            _set_processes(_require_checkpoint(folder, offline), arguments, machines.most)
+        topology = launch_run.topology_of(arguments, experiment.train, machines)
         if not joins:
             if not offline:
                 uris.prepare_store(folder.identity.tracking_uri)
@@ -143,15 +143,15 @@ def _total_steps(saved: Train, changed: Train, facts: Facts) -> float:
     return math.inf
 
 
-def _set_processes(checkpoint_path: Path, arguments: argparse.Namespace) -> None:
+def _set_processes(checkpoint_path: Path, arguments: argparse.Namespace, machines: int) -> None:
     """Set --nproc to the previous attempt's number of processes, unless the user or the GPUs do."""
     from rankzero.training.distributed.device import gpu_count
 
     # The same number of processes sums gradients in the same order, so results stay identical.
     before = checkpoint_files.read_manifest(checkpoint_path).world_size
-    if arguments.nproc is not None or before is None or before % arguments.nnodes:
+    if arguments.nproc is not None or before is None or before % machines:
         return
-    processes, gpus = before // arguments.nnodes, gpu_count()
+    processes, gpus = before // machines, gpu_count()
     if 0 < gpus < processes:
         print(
             f"note: {before} processes trained before, and this machine has {gpus} GPUs: results "

@@ -18,7 +18,7 @@ from rankzero import config, experiment_file
 from rankzero.catalog import deleted
 from rankzero.cli import options
 from rankzero.cli.display import delivery_notes
-from rankzero.cli.display.live import program
+from rankzero.cli.display.live import look, program
 from rankzero.cli.display.terminal import print_line
 from rankzero.cli.launch_run import libraries_of
 from rankzero.errors import UserError
@@ -244,7 +244,8 @@ def _search(
     delivery_notes.print_delivery(outcome.folder, offline=arguments.offline)
     if outcome.use:
         again = f"{program()} report {identity.name}"
-        print_line(f"use:   {outcome.use}\nlook:  {program()} ui   again: {again}")
+        where = look(identity.tracking_uri, arguments.dir)
+        print_line(f"use:   {outcome.use}\nlook:  {where}   again: {again}")
     return delivery_notes.exit_code(outcome.folder)
 
 

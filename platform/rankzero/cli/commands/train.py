@@ -25,11 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     experiment = experiment_of(arguments)
-    topology = launch_run.topology_of(arguments, experiment.train)
+    machines = options.machines_of(arguments)
+    topology = launch_run.topology_of(arguments, experiment.train, machines)
     identity = options.identity_for(arguments, options.run_name(arguments))
-    folder = make_folder(arguments.dir / "runs", identity, machines=topology.nodes)
+    folder = make_folder(arguments.dir / "runs", identity, machines=topology.machines.most)
     joined = folder.identity.uuid != identity.uuid
-    with sole_launcher(folder, topology.nodes):
+    with sole_launcher(folder, topology.machines.most):
         # The machine that created the folder writes the settings that all ranks use.
         if not joined:
             write_config(folder, experiment)

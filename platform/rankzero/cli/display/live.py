@@ -21,6 +21,7 @@ from rankzero.cli.display.terminal import is_interactive, text_console
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted
 from rankzero.experiment import Goal
 from rankzero.launch.agent import log_files
+from rankzero.mlflow_store.drivers import is_database
 from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read
@@ -43,8 +44,12 @@ class Console:
         root: Path,
         rank: int = 0,
         advise: Callable[[Event], str | None] = lambda _: None,
+        *,
+        is_first: bool | None = True,
     ) -> None:
+        """`is_first`: whether this machine shows the run; None until `joined` is called."""
         self._folder, self._root, self._rank, self._advise = folder, root, rank, advise
+        self._is_first = is_first
         self._terminal = text_console(soft_wrap=True)  # metrics and paths may contain brackets
         self._progress = ProgressModel(goal)
         self._journals = (folder.system(0), folder.events)
@@ -60,13 +65,23 @@ class Console:
         self.ended: RunEnded | None = None
 
     def __enter__(self) -> Console:
+        if self._is_first:
+            self._print_head()
+        self._thread.start()
+        return self
+
+    def joined(self, number: int) -> None:
+        """Show the run if this machine is the first of several, else nothing but errors."""
+        if self._is_first is None and number == 0:
+            self._print_head()
+        self._is_first = number == 0
+
+    def _print_head(self) -> None:
         identity = self._folder.identity
         experiment = f"  (MLflow experiment {identity.experiment})"
         self._terminal.print(Text.assemble("run    ", (identity.name, "bold"), experiment))
         store = url_without_secrets(identity.tracking_uri)
-        self._terminal.print(f"store  {store}   look: {program()} ui{self._dir_option()}")
-        self._thread.start()
-        return self
+        self._terminal.print(f"store  {store}   look: {look(identity.tracking_uri, self._root)}")
 
     def __exit__(self, *_: object) -> None:
         self._stopping.set()
@@ -83,7 +98,9 @@ class Console:
             self._terminal.print(self._progress.evaluation_line(newest))
 
     def notice(self, text: str) -> None:
-        """Print a note."""
+        """Print a note, but not if another machine shows the run."""
+        if self._is_first is False:
+            return
         self._terminal.print(Text.assemble(("note:", "yellow"), " ", text))
 
     def status(self, text: str) -> AbstractContextManager[object]:
@@ -93,8 +110,11 @@ class Console:
         return contextlib.nullcontext()
 
     def result(self, ended: RunEnded) -> None:
-        """Print how the run ended and what to do next."""
-        name = self._folder.identity.name
+        """Print how the run ended and what to do next, but not if another machine shows it."""
+        if self._is_first is False:
+            return
+        identity = self._folder.identity
+        name = identity.name
         title = f"{name}: {ended.status}"
         table = Table(title=title, title_justify="left", show_header=False, min_width=48)
         table.add_column()
@@ -102,9 +122,9 @@ class Console:
         for row in self._progress.results(ended):
             table.add_row(*row)
         self._terminal.print(table)
-        self._terminal.print(f"look:   {program()} ui{self._dir_option()}")
+        self._terminal.print(f"look:   {look(identity.tracking_uri, self._root)}")
         if ended.status != "FINISHED" and any(self._folder.checkpoints.glob("step_*")):
-            self._terminal.print(f"resume: {program()} resume {name}{self._dir_option()}")
+            self._terminal.print(f"resume: {program()} resume {name}{_dir_option(self._root)}")
 
     def _follow(self) -> None:
         with contextlib.ExitStack() as display:
@@ -117,6 +137,8 @@ class Console:
             self._update()
 
     def _update(self) -> None:
+        if not self._is_first:
+            return
         self._print_new_output()
         for path in self._journals:
             for event in self._new_events(path):
@@ -158,8 +180,19 @@ class Console:
     def _logs(self) -> list[Path]:
         return log_files(self._folder.path / "logs", self._rank)
 
-    def _dir_option(self) -> str:
-        return "" if self._root.absolute() == Path("mlruns").absolute() else f" --dir {self._root}"
+
+def look(tracking_uri: str, root: Path) -> str:
+    """Return where people see the runs of a store: an address, or a command that serves it."""
+    shown = url_without_secrets(tracking_uri)
+    if tracking_uri.startswith(("http://", "https://")):
+        return shown
+    if is_database(tracking_uri):
+        return f"mlflow server --backend-store-uri {shown}"
+    return f"{program()} ui{_dir_option(root)}"
+
+
+def _dir_option(root: Path) -> str:
+    return "" if root.absolute() == Path("mlruns").absolute() else f" --dir {root}"
 
 
 def program() -> str:

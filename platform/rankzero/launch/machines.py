@@ -1,0 +1,223 @@
+"""The machines of a run: how many, where they meet, and by which address others reach this one.
+
+Kubeflow and torchrun give them in variables ``PET_…``, Slurm in variables of its step. Imports no
+PyTorch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import ipaddress
+import re
+import socket
+import time
+import zlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import psutil
+
+from rankzero.errors import UserError
+
+DEFAULT_PORT = 29400
+# A name of a service may take this long to appear, as in Kubernetes.
+_NAME_SECONDS = 60.0
+# Addresses of documentation (RFC 5737, RFC 3849): only their route is asked for.
+_OUTSIDE = ("192.0.2.1", "2001:db8::1")
+_NODE_LIST = re.compile(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?")
+
+
+_SETTINGS = {
+    "cas_backoff_max_seconds",
+    "close_timeout",
+    "heartbeat",
+    "is_host",
+    "join_timeout",
+    "keep_alive_interval",
+    "keep_alive_max_attempt",
+    "last_call_timeout",
+    "read_timeout",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Machines:
+    """Machines that train one run together. The default is this one alone."""
+
+    least: int = 1
+    most: int = 1
+    endpoint: str = "localhost:0"
+    """The rendezvous, ``host:port``."""
+    job: str = "rankzero"
+    """The name by which machines of one job find each other."""
+    address: str | None = "localhost"
+    """This machine's address, for the others."""
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """torchrun's settings of the rendezvous."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether this machine is the only one."""
+        return self.most == 1
+
+    @property
+    def interface(self) -> str | None:
+        """The network interface that has the address, or None if it is not known."""
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(one.address.partition("%")[0] == self.address for one in addresses):
+                return name
+        return None
+
+
+def count_of(text: str) -> tuple[int, int]:
+    """Return the least and the greatest number of machines in ``N`` or ``MIN:MAX``."""
+    least, _, most = text.partition(":")
+    found = int(least), int(most or least)
+    if not 1 <= found[0] <= found[1]:
+        raise ValueError(f"{text!r} is neither N nor MIN:MAX, of at least 1")
+    return found
+
+
+def meet(
+    machines: Machines, number: int | None = None, name_seconds: float = _NAME_SECONDS
+) -> Machines:
+    """Return `machines` with this machine's address and with who serves the rendezvous.
+
+    `number`: this machine's, if the launcher gives it; the first one serves. An address or
+    settings that are there already stay. Raises UserError if no address can be found.
+    """
+    if machines.alone:
+        return machines
+    host, port = _divided(machines.endpoint)
+    source, target = _route(host, port, 0.0 if number == 0 else name_seconds)
+    serves = source == target or _is_loopback(target) if number is None else number == 0
+    settings, endpoint = dict(machines.settings), machines.endpoint
+    if unknown := settings.keys() - _SETTINGS:
+        known = ", ".join(sorted(_SETTINGS))
+        raise UserError(f"--rdzv-conf has no {', '.join(sorted(unknown))}; it has {known}")
+    if "is_host" not in settings:
+        # torchrun compares host names and the addresses that they have in /etc/hosts. Debian writes
+        # 127.0.1.1 there. With "localhost", a second process of this machine joins the first.
+        if serves:
+            endpoint = f"localhost:{port}"
+        else:
+            settings["is_host"] = "false"
+    address = machines.address or source
+    if not address or (_is_loopback(address) and not (_is_loopback(host) or machines.address)):
+        address = _address_outwards(host)
+    return dataclasses.replace(machines, endpoint=endpoint, address=address, settings=settings)
+
+
+ALONE = Machines()
+
+
+class Step(NamedTuple):
+    """The machines of a Slurm step, and this machine's number."""
+
+    machines: Machines
+    number: int
+
+
+def of_slurm(environ: Mapping[str, str]) -> Step | None:
+    """Return the machines of this Slurm step, or None if this command is the only one of it.
+
+    Raises UserError for a step with several tasks on a machine.
+    """
+    if "SLURM_STEP_ID" not in environ:  # the script of a job, which is no task
+        return None
+    try:
+        tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"])
+        if tasks == 1:
+            return None
+        nodes, number = int(environ["SLURM_STEP_NUM_NODES"]), int(environ["SLURM_NODEID"])
+        first = first_host(environ["SLURM_STEP_NODELIST"])
+    except (KeyError, ValueError) as error:
+        raise UserError(
+            f"cannot read the variables of this Slurm step ({error}): give --nnodes and "
+            "--rdzv-endpoint"
+        ) from error
+    if tasks != nodes:
+        raise UserError(
+            f"this Slurm step starts the command {tasks} times on {nodes} machines, and RankZero "
+            "starts a machine's processes itself: srun --ntasks-per-node=1, with --nproc for the "
+            "processes; for a run of each task, add --nnodes 1"
+        )
+    # A job that is requeued must not join the rendezvous of its last start.
+    restart = environ.get("SLURM_RESTART_COUNT", "0")
+    job = f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}.{restart}"
+    # Below the ports that Linux gives to clients.
+    port = 20_000 + zlib.crc32(job.encode()) % 10_000
+    return Step(Machines(nodes, nodes, f"{first}:{port}", job, None), number)
+
+
+def first_host(listed: str) -> str:
+    """Return the first machine of a list such as ``gpu[01-03,7],login``. Raises ValueError."""
+    found = _NODE_LIST.match(listed)
+    if found is None:
+        raise ValueError(f"no machine in {listed!r}")
+    return "".join(part or "" for part in found.groups())
+
+
+def _divided(endpoint: str) -> tuple[str, int]:
+    host, colon, port = endpoint.rpartition(":")
+    if not colon or endpoint.endswith("]"):
+        host, port = endpoint, str(DEFAULT_PORT)
+    if not port.isdecimal():
+        raise UserError(f"--rdzv-endpoint {endpoint}: write HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def _route(host: str, port: int, seconds: float) -> tuple[str | None, str]:
+    """Return the address from which this machine reaches a host, and the host's.
+
+    Waits at most `seconds` for a name that nobody knows yet. Raises UserError then.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+            break
+        except (OSError, UnicodeError) as error:
+            if seconds == 0.0:
+                return None, host
+            if time.monotonic() >= until:
+                raise UserError(
+                    f"--rdzv-endpoint: no machine is called {host} ({error})"
+                ) from error
+            time.sleep(0.5)
+    for family, kind, protocol, _, address in found:
+        # Connecting a datagram socket chooses the route, and sends nothing.
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0]), str(address[0])
+    raise UserError(f"this machine has no route to {host}, which --rdzv-endpoint names")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _address_outwards(host: str) -> str:
+    """Return an address of this machine that is not its loopback's."""
+    for outside in _OUTSIDE:
+        with contextlib.suppress(UserError):
+            source, _ = _route(outside, 9, 1.0)
+            if source and not _is_loopback(source):
+                return source
+    up = [name for name, state in psutil.net_if_stats().items() if state.isup]
+    found = [
+        one.address
+        for name in up
+        for one in psutil.net_if_addrs().get(name, [])
+        if one.family == socket.AF_INET and not _is_loopback(one.address)
+    ]
+    if len(found) == 1:
+        return str(found[0])
+    raise UserError(
+        f"{host} is a loopback address on this machine, so the others would not reach it: give "
+        f"--local-addr, one of {', '.join(found) or 'this machine'}"
+    )

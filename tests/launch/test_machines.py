@@ -1,0 +1,108 @@
+"""The machines of a run: what launchers give, and the address that others reach."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rankzero.errors import UserError
+from rankzero.launch import agent, machines
+from rankzero.launch.machines import Machines, meet
+from rankzero.launch.signals import SignalForwarder
+from support.commands import free_port
+from support.two_machines import add_up
+
+STEP = {
+    "SLURM_JOB_ID": "41",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "1",
+}
+
+
+@pytest.mark.parametrize(("text", "count"), [("1", (1, 1)), ("4", (4, 4)), ("1:4", (1, 4))])
+def test_count_of_machines(text: str, count: tuple[int, int]) -> None:
+    assert machines.count_of(text) == count
+
+
+@pytest.mark.parametrize("text", ["0", "3:2", "two", "1:2:3", ""])
+def test_count_that_is_none(text: str) -> None:
+    with pytest.raises(ValueError):
+        machines.count_of(text)
+
+
+@pytest.mark.parametrize(
+    ("listed", "first"),
+    [
+        ("gpu1", "gpu1"),
+        ("a-1,a-2", "a-1"),
+        ("gpu[01-03,7],login", "gpu01"),
+        ("n[2,4]-ib", "n2-ib"),
+    ],
+)
+def test_first_machine_of_slurms_list(listed: str, first: str) -> None:
+    assert machines.first_host(listed) == first
+
+
+def test_tasks_of_a_slurm_step_are_machines_of_one_run() -> None:
+    step, again = machines.of_slurm(STEP), machines.of_slurm({**STEP, "SLURM_RESTART_COUNT": "1"})
+    assert step is not None and again is not None
+    host, _, port = step.machines.endpoint.partition(":")
+    assert (step.machines.least, step.machines.most, host, step.number) == (2, 2, "gpu03", 1)
+    assert 20_000 <= int(port) < 30_000
+    assert (step.machines.job, again.machines.job) == ("41.0.0", "41.0.1")
+
+
+@pytest.mark.parametrize("changes", [{"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_STEP_ID": None}])
+def test_one_task_and_the_script_of_a_job_are_no_step_of_many(changes: dict[str, None]) -> None:
+    environ = {key: value for key, value in (STEP | changes).items() if value is not None}
+    assert machines.of_slurm(environ) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "8"}, "--ntasks-per-node=1"),
+        ({"SLURM_STEP_NODELIST": ""}, "give --nnodes"),
+    ],
+)
+def test_a_step_that_cannot_be_one_run_is_refused(changes: dict[str, str], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        machines.of_slurm(STEP | changes)
+
+
+def test_who_serves_the_rendezvous() -> None:
+    asked = Machines(2, 2, "127.0.0.1:7", address=None)
+    here, second = meet(asked), meet(asked, number=1)
+    assert (here.endpoint, here.address, here.settings) == ("localhost:7", "127.0.0.1", {})
+    assert (second.endpoint, second.settings) == ("127.0.0.1:7", {"is_host": "false"})
+    chosen = meet(Machines(2, 2, "[::1]", address="10.1.2.3", settings={"is_host": "true"}))
+    assert (chosen.endpoint, chosen.address) == ("[::1]", "10.1.2.3")
+    assert meet(Machines()) == Machines()
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (Machines(2, 2, "nobody.invalid:7"), "no machine is called nobody.invalid"),
+        (Machines(2, 2, "127.0.0.1:port"), "write HOST:PORT"),
+        (Machines(2, 2, "127.0.0.1:7", settings={"timeout": "1"}), "--rdzv-conf has no timeout"),
+    ],
+)
+def test_machines_that_cannot_meet(asked: Machines, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        meet(asked, name_seconds=0.01)
+
+
+def test_fewer_machines_than_the_most_begin(tmp_path: Path) -> None:
+    patience = {"last_call_timeout": "1"}
+    alone = meet(Machines(1, 2, f"127.0.0.1:{free_port()}", "few", None, patience))
+    numbers: list[int] = []
+    with SignalForwarder() as signals:
+        topology = agent.Topology(2, machines=alone)
+        result = agent.run(topology, add_up, "few", tmp_path / "logs", signals, numbers.append)
+    assert (result.status, numbers) == ("few 3 127.0.0.1", [0])

@@ -1,0 +1,51 @@
+"""Two machines, which are namespaces with names, /etc/hosts and addresses of their own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.two_machines import NAMESPACES, SCRIPT
+
+ENDPOINTS = ("10.77.0.1:29400", "first:29401", "[fd77::1]:29402")
+
+
+@pytest.fixture
+def namespaces() -> None:
+    tried = (*NAMESPACES, "ip link add eth0 type veth peer name eth1")
+    if not (shutil.which("unshare") and shutil.which("ip")):
+        pytest.skip("two machines: this system has no unshare or no ip")
+    if (made := subprocess.run(tried, check=False, capture_output=True, text=True)).returncode:
+        pytest.skip(f"two machines: this user may not make namespaces ({made.stderr.strip()})")
+
+
+def test_machines_meet_although_their_own_names_are_loopback_addresses(
+    tmp_path: Path, namespaces: None
+) -> None:
+    program = (sys.executable, "-m", "support.two_machines", tmp_path, *ENDPOINTS)
+    done = subprocess.run(
+        (*NAMESPACES, SCRIPT, "bash", *program),
+        check=False,
+        cwd=tmp_path,
+        timeout=200,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = (
+        [json.loads(line) for line in (tmp_path / f"{name}.json").read_text().splitlines()]
+        for name in ("first", "second")
+    )
+    for endpoint, one, other in zip(ENDPOINTS, first, second, strict=True):
+        version_6 = endpoint.startswith("[")
+        addresses = ("fd77::1", "fd77::2") if version_6 else ("10.77.0.1", "10.77.0.2")
+        assert (one[1], other[1]) == addresses
+        assert one[0] == other[0] == endpoint
+        # Each rank's worker has told the sum of both ranks, and rank 0's address.
+        (leader,) = [each for each in (one, other) if each[3] == [0]]
+        assert one[2] == other[2] == f"eth0 3 {leader[1]}"
