@@ -193,7 +193,7 @@ def test_code_that_mlflow_names_is_not_executed(
     folder = download.run_folder(project / "mlruns" / "runs", sqlite, run_id)
     assert folder.identity.experiment_file is None
     tracker.set_tags(run_id, {"rankzero.experiment_file": "experiments/digits.py"})
-    assert download._here("experiments/digits.py", project / "mlruns") == str(
+    assert download.file_here("experiments/digits.py", project / "mlruns") == str(
         project / "experiments/digits.py"
     )
 

@@ -72,6 +72,11 @@ VERBS = {
         "write a run's metrics, settings and curves to files",
         "rankzero export digits-a --to results",
     ),
+    "import": Verb(
+        "take over a run that `rankzero export --bundle` wrote",
+        "rankzero import brisk-otter-412.zip",
+        module="rankzero.cli.import_bundle",
+    ),
     "register": Verb(
         "put a run's best model into MLflow's model registry", "rankzero register digits-a digits"
     ),

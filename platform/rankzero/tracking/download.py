@@ -39,7 +39,7 @@ def run_folder(runs: Path, tracking_uri: str, name_or_id: str) -> RunFolder:
         experiment=tracker.experiment_name(found.experiment_id),
         tracking_uri=tracking_uri,
         artifact_root=artifact_root(tracking_uri),
-        experiment_file=_here(found.tags.get("rankzero.experiment_file"), runs.parent),
+        experiment_file=file_here(found.tags.get("rankzero.experiment_file"), runs.parent),
         project_dir=str(Path.cwd()),
         mlflow_run_id=found.run_id,
     )
@@ -103,7 +103,7 @@ def newest_checkpoint(
     return None, problems
 
 
-def _here(recorded: str | None, store: Path) -> str | None:
+def file_here(recorded: str | None, store: Path) -> str | None:
     """Return the experiment's file in the current folder, or None for one outside of it."""
     if recorded is None:
         return None

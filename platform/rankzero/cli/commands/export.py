@@ -1,4 +1,4 @@
-"""``rankzero export RUN [--to FOLDER] [--format csv|parquet]``: a run as files."""
+"""``rankzero export RUN [--to FOLDER] [--format csv|parquet] [--bundle FILE]``: a run as files."""
 
 from __future__ import annotations
 
@@ -23,12 +23,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_run(parser)
     target = "the target (default: a folder with the run's name)"
     parser.add_argument("--to", type=Path, metavar="FOLDER", help=target)
+    whole = "instead, write the whole run into one file, for `rankzero import`"
+    parser.add_argument("--bundle", type=Path, metavar="FILE", help=whole)
     kind = "the tables' format (default: %(default)s)"
     parser.add_argument("--format", choices=("csv", "parquet"), default="csv", help=kind)
 
 
 def run(arguments: argparse.Namespace) -> int:
     folder = lookup.require(arguments.dir / "runs", arguments.run_name)
+    if arguments.bundle is not None:
+        from rankzero.housekeeping import bundle
+
+        bundle.write(folder, arguments.bundle)
+        print(arguments.bundle)
+        return 0
     if arguments.format == "parquet" and importlib.util.find_spec("pyarrow") is None:
         raise UserError("--format parquet needs pyarrow: pip install pyarrow, or use --format csv")
     target = arguments.to or Path(folder.path.name)

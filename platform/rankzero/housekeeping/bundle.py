@@ -1,0 +1,247 @@
+"""A whole run as one file, for another store: ``rankzero export --bundle`` and ``rankzero import``.
+
+The file is a zip archive. The run's folder is the run: its journal is delivered again. The rest
+comes from MLflow: artifacts and models as they are, and the tags that people changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import stat
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rankzero.catalog import lookup
+from rankzero.errors import UserError
+from rankzero.housekeeping.deletion import parts
+from rankzero.mlflow_store import uris
+from rankzero.redaction.text import url_without_secrets
+from rankzero.run_store import names, removal, run_locks
+from rankzero.run_store.attempt import is_written
+from rankzero.run_store.folder import Identity, RunFolder
+from rankzero.run_store.location import make_root
+from rankzero.tracking import delivery_status, download, sync
+from rankzero.tracking.open_run import connect
+
+_MANIFEST, _RUNS, _MLFLOW = "bundle.json", "runs", "mlflow"
+# They belong to this machine or this store. The settings with their secrets stay here, too.
+_LOCAL = ("*.lock", "*.live", ".*", "recorder*.json", "delivery*.json", "deleted.txt")
+_WITH_SECRETS = ("run.json", "config.yaml")
+# MLflow gives them to each run anew.
+_OWN_TAGS = ("rankzero.uuid", "mlflow.parentRunId")
+
+
+def write(folder: RunFolder, target: Path) -> None:
+    """Write a run and its children into a new file. Raises UserError for a run that is used."""
+    for one in parts(folder):
+        if is_written(one) or run_locks.is_recording(one):
+            raise UserError(f"{one.path.name} runs, or its delivery does: wait for its end")
+        if one.identity.mlflow_run_id is not None:
+            raise UserError(
+                f"{one.path.name} was continued from another machine: a part of its metrics is in "
+                "MLflow alone, and a bundle would lack them"
+            )
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with zipfile.ZipFile(temporary, "x", strict_timestamps=False) as archive:
+            named = [one.path.name for one in parts(folder)]
+            archive.writestr(_MANIFEST, json.dumps({"version": 1, "runs": named}))
+            for one in parts(folder):
+                _write_folder(archive, one)
+                _write_what_mlflow_has(archive, one)
+        temporary.replace(target)
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write_folder(archive: zipfile.ZipFile, folder: RunFolder) -> None:
+    base = PurePosixPath(_RUNS, folder.path.name)
+    for path in _files(folder.path):
+        name = path.relative_to(folder.path)
+        if not _is_local(name.parts[0]) and str(name) not in _WITH_SECRETS:
+            _add(archive, path, base / name.as_posix())
+    identity = dataclasses.asdict(folder.identity)
+    identity["tracking_uri"] = url_without_secrets(identity["tracking_uri"])
+    archive.writestr(str(base / "run.json"), json.dumps(identity))
+    redacted = folder.artifacts / folder.config.name
+    if redacted.is_file():
+        _add(archive, redacted, base / folder.config.name)
+
+
+def _write_what_mlflow_has(archive: zipfile.ZipFile, folder: RunFolder) -> None:
+    run_id, base = lookup.mlflow_id(folder), PurePosixPath(_MLFLOW, folder.path.name)
+    if run_id is None:
+        return
+    tracker = connect(folder.identity.tracking_uri)
+    run = tracker.find_run(run_id)
+    tags = {key: value for key, value in run.tags.items() if key not in _OWN_TAGS}
+    models: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="rankzero-") as temporary:
+        artifacts = Path(temporary, "artifacts")
+        tracker.download_artifacts(run_id, artifacts)
+        for model in tracker.models.of_run(run):
+            if model.model_type == "pytorch" and model.status == "READY":
+                to = Path(temporary, "models", str(len(models)))
+                tracker.models.download_checkpoint(model.model_id, to)
+                step = int(model.tags.get("rankzero.step", "0"))
+                models.append({"name": model.name, "step": step, "tags": dict(model.tags)})
+        download.require_plain_files(Path(temporary))
+        for path in _files(Path(temporary)):
+            _add(archive, path, base / path.relative_to(temporary).as_posix())
+    archive.writestr(str(base / "mlflow.json"), json.dumps({"tags": tags, "models": models}))
+
+
+def read(file: Path, runs: Path, tracking_uri: str, *, offline: bool) -> RunFolder:
+    """Unpack a bundle, and deliver the run to a store. A second call continues a killed one.
+
+    Executes nothing of the file. Raises UserError if it is no bundle, or if a run has a name of it.
+    """
+    make_root(runs.parent)
+    aside = removal.workplace(runs, "import")
+    try:
+        named = _unpack(file, aside)
+        folders = [_placed(aside / _RUNS / name, runs, tracking_uri) for name in named]
+        if not offline:
+            uris.prepare_store(tracking_uri)
+            sync.deliver(folders[0])
+            found = delivery_status.combined_status(folders[0])
+            if not found.complete:
+                raise UserError(
+                    f"MLflow lacks a part of {named[0]} ({found.error or 'no answer'}): import it "
+                    "again later, which continues"
+                )
+            for folder in folders:
+                _deliver_what_mlflow_had(folder, aside / _MLFLOW / folder.path.name)
+        return folders[0]
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _unpack(file: Path, aside: Path) -> list[str]:
+    """Unpack the archive into a new folder; return the names of its runs, the parent first."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            fields = json.loads(archive.read(_MANIFEST))
+            named = fields["runs"] if fields["version"] == 1 else []
+            if not named or not all(map(names.is_plain, named)):
+                raise ValueError("its list of runs is of another version, or damaged")
+            members = archive.infolist()
+            _require_space(sum(one.file_size for one in members), aside.parent)
+            for one in members:
+                target = aside / _plain(one, named)
+                if _is_local(target.name) and target.parent.parent == aside / _RUNS:
+                    continue
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with archive.open(one) as source, target.open("xb") as copy:
+                    shutil.copyfileobj(source, copy, 1 << 20)
+            return list(named)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, zipfile.BadZipFile) as error:
+        raise UserError(f"{file} cannot be imported: {error}") from error
+
+
+def _plain(member: zipfile.ZipInfo, named: list[str]) -> Path:
+    """Return a member's path. Raises ValueError unless it is a plain file within the bundle."""
+    path, kind = PurePosixPath(member.filename), stat.S_IFMT(member.external_attr >> 16)
+    below = path.parts[0] in (_RUNS, _MLFLOW) and len(path.parts) > 2 and path.parts[1] in named
+    is_plain = (
+        kind in (0, stat.S_IFREG)
+        and not member.is_dir()
+        and not any(part in ("..", "/") or "\\" in part or "\0" in part for part in path.parts)
+    )
+    if not is_plain or not (below or str(path) == _MANIFEST):
+        raise ValueError(f"it has {member.filename[:100]!r}, which is no file of a run")
+    return Path(path)
+
+
+def _placed(unpacked: Path, runs: Path, tracking_uri: str) -> RunFolder:
+    """Move an unpacked run to the others; return its folder. Children come after their parent."""
+    read = RunFolder(unpacked).identity
+    folder = RunFolder(runs / unpacked.name)
+    if read.name != unpacked.name:
+        raise UserError(f"the bundle's run {unpacked.name!r} calls itself {read.name!r}")
+    if folder.path.exists():
+        if folder.identity.uuid == read.uuid:
+            return folder
+        raise UserError(f"there is another run {folder.path.name!r} already in {runs}")
+    identity = Identity(
+        name=read.name,
+        uuid=read.uuid,
+        experiment=read.experiment,
+        tracking_uri=tracking_uri,
+        artifact_root=uris.artifact_root(tracking_uri),
+        experiment_file=download.file_here(_relative(read), runs.parent),
+        project_dir=str(Path.cwd()),
+        parent=read.parent,
+    )
+    RunFolder(unpacked).write_identity(identity)
+    unpacked.rename(folder.path)
+    return folder
+
+
+def _relative(identity: Identity) -> str | None:
+    """Return the path of the experiment's file below the folder in which the run was started."""
+    if identity.experiment_file is None or identity.project_dir is None:
+        return None
+    return os.path.relpath(identity.experiment_file, identity.project_dir)
+
+
+def _deliver_what_mlflow_had(folder: RunFolder, source: Path) -> None:
+    run_id = lookup.mlflow_id(folder)
+    if run_id is None or not (source / "mlflow.json").exists():
+        return
+    tracker, known = connect(folder.identity.tracking_uri), _mlflow_fields(source)
+    run = tracker.find_run(run_id)
+    for path in _files(source / "artifacts"):
+        below = path.parent.relative_to(source / "artifacts").as_posix()
+        tracker.log_artifact(run_id, path, None if below == "." else below)
+    there = {model.name for model in tracker.models.of_run(run)}
+    for number, model in enumerate(known["models"]):
+        if model["name"] not in there:
+            files = source / "models" / str(number)
+            tracker.models.log_model(run, files, model["name"], model["step"], model["tags"])
+    tracker.set_tags(run_id, known["tags"])
+
+
+def _mlflow_fields(source: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads((source / "mlflow.json").read_text(encoding="utf-8"))
+        tags = {str(key): str(value) for key, value in fields["tags"].items()}
+        models = [
+            {
+                "name": str(one["name"]),
+                "step": int(one["step"]),
+                "tags": {str(key): str(value) for key, value in one["tags"].items()},
+            }
+            for one in fields["models"]
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"the bundle's {_MLFLOW}.json is damaged: {error!r}") from error
+    return {"tags": {key: tags[key] for key in tags.keys() - set(_OWN_TAGS)}, "models": models}
+
+
+def _require_space(needed: int, folder: Path) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ValueError(f"it needs {needed:,} bytes, and {folder} has {free:,}")
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
+
+
+def _is_local(name: str) -> bool:
+    return any(PurePosixPath(name).match(pattern) for pattern in _LOCAL)
+
+
+def _add(archive: zipfile.ZipFile, path: Path, name: PurePosixPath) -> None:
+    # Tensors hardly get smaller. Journals get five times smaller.
+    kind = zipfile.ZIP_STORED if path.suffix == ".pt" else zipfile.ZIP_DEFLATED
+    archive.write(path, str(name), compress_type=kind)

@@ -1,0 +1,178 @@
+"""`rankzero export --bundle` and `rankzero import`: the same run elsewhere, and no way out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankzero.catalog.lookup import mlflow_id
+from rankzero.cli.main import main
+from rankzero.errors import UserError
+from rankzero.housekeeping import bundle
+from rankzero.mlflow_store import uris
+from rankzero.mlflow_store.client import MlflowRuns
+from rankzero.mlflow_store.items import DESCRIPTION
+from rankzero.run_store import checkpoint_files
+from rankzero.run_store.folder import RunFolder
+from rankzero.tracking import sync
+from support.runs import append, ended, evaluated, make_folder, saved, started, steps
+from support.stores import copied
+
+
+@pytest.fixture
+def roots(tmp_path: Path, empty_database: Path) -> tuple[Path, Path]:
+    """The folders of two embedded stores."""
+    for name in ("mine", "theirs"):
+        (tmp_path / name).mkdir()
+        copied(empty_database, tmp_path / name)
+    return tmp_path / "mine", tmp_path / "theirs"
+
+
+def study(root: Path) -> RunFolder:
+    """A delivered run with a child, a checkpoint, and things that only MLflow has."""
+    uri = uris.default_tracking_uri(root)
+    made = []
+    for name, parent in (("study", None), ("study-t00", "study")):
+        changes: dict[str, Any] = {"name": name, "parent": parent}
+        folder = make_folder(root, uri, artifact_root=uris.artifact_root(uri), **changes)
+        folder.config.write_text("lr: 0.1\npassword: hunter2\n")
+        folder.artifacts.mkdir()
+        (folder.artifacts / "config.yaml").write_text("lr: 0.1\npassword: '***'\n")
+        append(folder, started(), steps(1, 30), evaluated(20, 0.7), saved(folder, 20), ended())
+        made.append(folder)
+    made[0].add_child("study-t00")
+    assert sync.deliver(made[0]).complete
+    tracker, picture = MlflowRuns(uri), root / "worst.png"
+    picture.write_bytes(b"\x89PNG of its own")
+    run = tracker.find_run("study")
+    tracker.log_artifact(run.run_id, picture, "pictures")
+    tracker.set_tags(run.run_id, {DESCRIPTION: "a note of mine", "mlflow.runName": "the best"})
+    tracker.models.log_model(run, made[0].artifacts, "best", 20, {"rankzero.model": "best"})
+    return made[0]
+
+
+def held(root: Path, name: str) -> dict[str, Any]:
+    """Everything that a store has of a run, under names that do not depend on the store."""
+    tracker = MlflowRuns(uris.default_tracking_uri(root))
+    run = tracker.find_run(mlflow_id(RunFolder(root / "runs" / name)) or "")
+    places = tracker.deletion.places(run.run_id)
+    files = [file for place in places for file in sorted(place.rglob("*")) if file.is_file()]
+    return {
+        "points": {key: tracker.history(run.run_id, key) for key in run.metrics},
+        "params": run.params,
+        "tags": {key: value for key, value in run.tags.items() if key not in bundle._OWN_TAGS},
+        "models": sorted((one.name, one.model_type) for one in tracker.models.of_run(run)),
+        "files": sorted((file.name, file.read_bytes()) for file in files),
+        "name and status": (run.name, run.status),
+    }
+
+
+def test_an_imported_run_is_the_same(roots: tuple[Path, Path], tmp_path: Path) -> None:
+    mine, theirs = roots
+    study(mine)
+    file = tmp_path / "study.zip"
+    assert main(["export", "study", "--bundle", str(file), "--dir", str(mine)]) == 0
+    assert main(["import", str(file), "--dir", str(theirs)]) == 0
+    for name in ("study", "study-t00"):
+        assert held(theirs, name) == held(mine, name)
+        (checkpoint,) = (theirs / "runs" / name / "checkpoints").glob("step_*")
+        there = mine / "runs" / name / "checkpoints" / checkpoint.name
+        assert (checkpoint / "state.pt").read_bytes() == (there / "state.pt").read_bytes()
+    assert not any(b"hunter2" in path.read_bytes() for path in theirs.rglob("*.yaml"))
+    assert RunFolder(theirs / "runs" / "study").identity.experiment_file is None
+    # Again: it changes nothing, and a run of the same name is no obstacle.
+    before = held(theirs, "study")
+    assert (
+        main(["import", str(file), "--dir", str(theirs)]) == 0 and held(theirs, "study") == before
+    )
+    assert not list((theirs / "runs" / ".leftovers").iterdir())
+
+
+def test_import_that_was_killed_is_continued(
+    roots: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, theirs = roots
+    folder, file, uri = study(mine), tmp_path / "s.zip", uris.default_tracking_uri(theirs)
+    bundle.write(folder, file)
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(bundle, "_deliver_what_mlflow_had", die)
+        bundle.read(file, theirs / "runs", uri, offline=False)
+    bundle.read(file, theirs / "runs", uri, offline=False)
+    assert held(theirs, "study") == held(mine, "study")
+
+
+def test_another_run_of_the_name_is_kept(roots: tuple[Path, Path], tmp_path: Path) -> None:
+    mine, theirs = roots
+    bundle.write(study(mine), tmp_path / "s.zip")
+    own = make_folder(theirs, name="study")
+    with pytest.raises(UserError, match="another run 'study'"):
+        bundle.read(tmp_path / "s.zip", theirs / "runs", "sqlite:///x.db", offline=True)
+    assert own.identity.uuid and not (theirs / "runs" / "study-t00").exists()
+
+
+LINK = (stat.S_IFLNK | 0o777) << 16
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("../evil", 0),
+        ("runs/one/../../../../evil", 0),
+        ("/tmp/evil", 0),
+        ("runs/one/x\\..\\evil", 0),
+        ("runs/other/run.json", 0),
+        ("runs/run.json", 0),
+        ("elsewhere/one/x", 0),
+        ("runs/one/link", LINK),
+        ("runs/one/pipe", (stat.S_IFIFO | 0o666) << 16),
+    ],
+)
+def test_hostile_archive_is_refused_as_a_whole(tmp_path: Path, name: str, mode: int) -> None:
+    file, runs = tmp_path / "evil.zip", tmp_path / "store" / "runs"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("bundle.json", json.dumps({"version": 1, "runs": ["one"]}))
+        identity = make_folder(tmp_path / "x", name="one").path / "run.json"
+        archive.write(identity, "runs/one/run.json")
+        member = zipfile.ZipInfo(name)
+        member.external_attr = mode
+        archive.writestr(member, "/etc/passwd")
+    with pytest.raises(UserError, match="no file of a run"):
+        bundle.read(file, runs, "sqlite:///x.db", offline=True)
+    assert [path.name for path in runs.rglob("*")] == [".leftovers"]
+    assert not (tmp_path / "evil").exists() and not Path("/tmp/evil").exists()
+
+
+def test_damaged_archive_is_one_message(roots: tuple[Path, Path], tmp_path: Path) -> None:
+    mine, theirs = roots
+    file = tmp_path / "s.zip"
+    bundle.write(study(mine), file)
+    whole = file.read_bytes()
+    spoiled = bytearray(whole)
+    spoiled[len(whole) // 3] ^= 1
+    for content in (b"", b"no archive", whole[: len(whole) // 2], bytes(spoiled)):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match="cannot be imported"):
+            bundle.read(file, theirs / "runs", "sqlite:///x.db", offline=True)
+    assert not (theirs / "runs" / "study").exists()
+
+
+def test_checkpoint_and_page_need_no_mlflow(roots: tuple[Path, Path], tmp_path: Path) -> None:
+    mine, theirs = roots
+    folder = make_folder(mine, uris.default_tracking_uri(mine), name="offline")
+    append(folder, started(), steps(1, 5), saved(folder, 5), ended())
+    bundle.write(folder, tmp_path / "o.zip")
+    shutil.rmtree(mine)
+    uri = uris.default_tracking_uri(theirs)
+    found = bundle.read(tmp_path / "o.zip", theirs / "runs", uri, offline=True)
+    assert found.events.exists() and checkpoint_files.folder_of(found.checkpoints, 5).is_dir()
+    assert sync.deliver(found).complete
