@@ -214,6 +214,15 @@ def test_children_go_with_their_run(root: Path, here: Here) -> None:
     assert not study.path.exists() and not trial.path.exists()
 
 
+def test_run_that_is_not_a_child_stays(root: Path, here: Here) -> None:
+    study, other = finished(root, "study"), finished(root, "other")
+    study.add_child("other")
+    shutil.copytree(other.path, root / "runs" / "copy")
+    assert "a copy of other" in here("delete", "copy", "--yes")[1]
+    assert here("delete", "study", "--yes")[0] == here("prune", "--deleted", "--yes")[0] == 0
+    assert not study.path.exists() and names(root) == {"other"} and other.events.exists()
+
+
 def test_prune_keeps_the_best_and_the_young(root: Path, here: Here) -> None:
     for number in range(4):
         folder = make_folder(root, uris.default_tracking_uri(root), name=f"run-{number}")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rankzero.catalog import deleted, lookup
 from rankzero.errors import UserError
 from rankzero.mlflow_store import uris
-from rankzero.run_store import removal, run_locks
+from rankzero.run_store import names, removal, run_locks
 from rankzero.run_store.attempt import is_written, sole_launcher
 from rankzero.run_store.folder import RunFolder, write_atomically
 from rankzero.tracking import delivery_status
@@ -27,7 +27,12 @@ if TYPE_CHECKING:
 
 def parts(folder: RunFolder) -> list[RunFolder]:
     """Return a run and its children, which go where it goes."""
-    return [folder, *(one for one in folder.children if (one.path / "run.json").exists())]
+    # A list from elsewhere may name any run. Only the run itself says whose child it is.
+    own, name = [folder], folder.path.name
+    for one in folder.children:
+        with contextlib.suppress(names.InvalidRunFolder):
+            own += [one] if one.identity.parent == name else []
+    return own
 
 
 @dataclasses.dataclass
@@ -44,15 +49,17 @@ class Housekeeper:
         """Return why this run stays, or None."""
         if folder.path.is_symlink():
             return "its folder is a link: delete the folder that it leads to yourself"
+        name = folder.identity.name
+        if name != folder.path.name:
+            return f"its folder is a copy of {name}, or was renamed: MLflow has one run for both"
         if any(map(_is_used, parts(folder))):
             return "it runs, or its delivery does"
         lacks = _undelivered(folder)
         if lacks and not self.discard_undelivered:
-            name = folder.path.name
             return f"MLflow lacks {lacks}: rankzero sync {name}, or --discard-undelivered"
-        names = [name for one in parts(folder) for name in self._registered(one)]
-        if names:
-            return f"its files are registered as {', '.join(names)}: delete that version first"
+        versions = [version for one in parts(folder) for version in self._registered(one)]
+        if versions:
+            return f"its files are registered as {', '.join(versions)}: delete that version first"
         return None
 
     def bytes(self, folder: RunFolder) -> int:
