@@ -75,7 +75,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	MYPYPATH=platform:tests:benchmarks:experiments $(BIN)/mypy --explicit-package-bases benchmarks/*.py tests/torture/*.py tests/torture/scenarios/*.py tests/crash_points/*.py
+	MYPYPATH=platform:tests:benchmarks:benchmarks/gpu:experiments $(BIN)/mypy --explicit-package-bases benchmarks/*.py benchmarks/gpu/*.py tests/torture/*.py tests/torture/scenarios/*.py tests/crash_points/*.py
 	$(BIN)/lint-imports
 
 # Known vulnerabilities of what the lock names; asks the advisory database, so it needs the network and is not part of CI.
