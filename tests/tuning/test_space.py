@@ -17,6 +17,7 @@ from rankzero.search_ranges import Range
 from rankzero.tuning.space import (
     BATCH,
     BATCH_INDEX,
+    DEVICES,
     FACTOR,
     PRECISION,
     make_space,
@@ -244,3 +245,24 @@ def test_a_reference_outside_of_its_choices_gets_one_message() -> None:
     assert str(caught.value) == message
     # The batch size and the learning rate are added to the space by themselves.
     make_space(override(Outside(), {"width": 16}), 1, 0.5).check_reference()
+
+
+def test_an_own_setting_called_devices_is_searched() -> None:
+    class Racks(Plain):
+        devices: int = 2
+        search = {"devices": Choice(2, 3)}
+
+    space = make_space(Racks(), 1, 0.5)
+    assert space.devices_of({"devices": 3}) == 1
+    assert flatten(space.experiment({"devices": 3}))["devices"] == 3
+    both = make_space(Racks(), 1, 0.5, more=(2,)).parameters()
+    assert both["devices"] == Choice(2, 3) and both[DEVICES] == Choice(1, 2)
+
+
+def test_a_batch_that_cannot_be_divided_among_each_number_of_devices_is_named() -> None:
+    batches = searching(train__batch_size=Choice(32, 64, 96, 128))
+    three = make_space(override(batches, {BATCH: 96}), 1, 0.5, more=(3,))
+    assert three.batch_sizes == (96,)
+    (text,) = three.warnings()
+    assert text.startswith("no trial has train.batch_size=32, 64, 128, which ") and "3 devices" in text
+    assert make_space(batches, 1, 0.5).warnings() == []

@@ -26,8 +26,8 @@ BATCH, PRECISION, _LR = "train.batch_size", "train.precision", "lr"
 SEED = "train.seed"
 _TO_REPEAT = {"fold", "split", "seed"}  # words in the names of settings that choose the data
 BATCH_INDEX, FACTOR, SPEED = "batch_index", "lr_factor", "speed settings"
-DEVICES = "devices"
-"""The parameter that has the number of devices, which are processes on a CPU."""
+DEVICES = "number of devices"
+"""On a CPU, devices are processes. No setting of the user's can have this name."""
 _NO_SETTINGS = (BATCH_INDEX, FACTOR, SPEED, DEVICES)
 _MICRO_BATCH = "train.micro_batch"
 _FACTORS = LogUniform(1 / 32, 32.0)  # three decades: a guess may be far off
@@ -66,13 +66,19 @@ class Space:
         return ", ".join([*parts, *self.extras, *speed])
 
     def warnings(self) -> list[str]:
-        """Return why the winner of this space might only be lucky."""
-        return [
+        """Return why the winner might only be lucky, and which batch sizes are left out."""
+        own, parts = type(self.reference).search.get(BATCH), math.lcm(*self.devices)
+        sizes = own.options if isinstance(own, Choice) else ()
+        lost = ", ".join(str(size) for size in sizes if size % parts)
+        found = [
             f"the search chooses {key}: if that decides which data are used, the easiest data "
             f"win. Leave it out of `search`; `rankzero repeat EXP --over {key}=…` trains on each"
             for key in self.extras
             if _TO_REPEAT & set(re.split(r"[._]", key.lower()))
         ]
+        counts = "/".join(map(str, self.devices))
+        left_out = f"no trial has {BATCH}={lost}, which cannot be divided among {counts} devices"
+        return [*found, *([left_out] if lost else [])]
 
     def check_reference(self) -> None:
         """Raise UserError if the reference has a value that is not among its choices."""
@@ -301,6 +307,11 @@ def settings_text(settings: Mapping[str, Any]) -> str:
 def devices_text(count: int) -> str:
     """Return ``1 device`` or ``4 devices``."""
     return f"{count} device{'s' if count > 1 else ''}"
+
+
+def number_text(value: float, digits: int = 3) -> str:
+    """Return a number of so many digits, but no power of ten for a large one: ``12,240``."""
+    return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def asked_for(space: Space) -> Space:

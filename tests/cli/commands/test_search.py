@@ -17,6 +17,7 @@ from rankzero.catalog.lookup import last_end, mlflow_id
 from rankzero.events import RunEnded, StepsLogged
 from rankzero.run_store.folder import RunFolder
 from rankzero.tuning.options import default_storage
+from rankzero.tuning.space import DEVICES
 from rankzero.tuning.study import find_study
 from support.commands import TINY, Command, events, processes_of
 from support.stores import mlflow_runs
@@ -152,7 +153,7 @@ def test_a_search_of_numbers_of_devices_and_what_they_cost(rankzero: Command) ->
         started = next(
             iter(events(RunFolder(rankzero.folder / "mlruns/runs" / trial.facts["run"])))
         )
-        counts[trial.parameters["devices"]] = started.params["world_size"]
+        counts[trial.parameters[DEVICES]] = started.params["world_size"]
     assert counts == {1: "1", 2: "2"}
     files = {path.name for path in (rankzero.folder / "mlruns/runs/s/artifacts").iterdir()}
     assert {"cost.json", "cost.png"} <= files
