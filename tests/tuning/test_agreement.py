@@ -93,15 +93,24 @@ def test_a_study_keeps_its_numbers_of_devices(study: Study) -> None:
     both = make_space(Mine(), 1, 0.5, samples=1000, more=(2,))
     assert agree_on_space(study, both, [], SearchOptions()).devices == (1, 2)
     assert check_space(study, both, SearchOptions()).devices == (1, 2)
-    with pytest.raises(UserError, match=r"on 1,2 devices, .* asks for 1: give --nproc 1,2, or"):
+    with pytest.raises(UserError, match="began with --nproc 1,2, and this command has 1: give"):
         agree_on_space(study, SPACE_OF_MINE, [], SearchOptions())
+
+
+def test_a_study_of_one_number_of_devices_keeps_it(study: Study) -> None:
+    space_of_version(study, SPACE_OF_MINE, SearchOptions())
+    agree_on_space(study, SPACE_OF_MINE, [], SearchOptions())
+    other = make_space(Mine(), 2, 0.5, samples=1000)
+    # Before the probe, which may take minutes.
+    with pytest.raises(UserError, match="--nproc 1, and this command has 2: give --nproc 1, or"):
+        space_of_version(study, other, SearchOptions())
 
 
 def test_a_study_of_an_older_version_has_one_number_of_devices(study: Study) -> None:
     study.note(SPACE, {"batch_sizes": [32], "precisions": ["fp32"], "signature": "", "speed": {}})
     assert agree_on_space(study, SPACE_OF_MINE, [], SearchOptions()).devices == (1,)
     both = make_space(Mine(), 1, 0.5, samples=1000, more=(2,))
-    with pytest.raises(UserError, match=r"has trials on 1 devices, .* give --nproc 1, or --new"):
+    with pytest.raises(UserError, match="--nproc 1, and this command has 1,2: give --nproc 1, "):
         agree_on_space(study, both, [], SearchOptions())
 
 

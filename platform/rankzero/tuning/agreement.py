@@ -24,8 +24,10 @@ def space_of_version(study: Study, space: Space, options: SearchOptions) -> Spac
     """Return the space without what the study's version does not know.
 
     A grid has only the ranges that the experiment's `search` names. One of an older version keeps
-    all ranges, because its trials have them. It continues without settings of speed.
+    all ranges, because its trials have them. It continues without settings of speed. Raises
+    UserError for other numbers of devices.
     """
+    _check_devices(study, space)
     if "speed" not in study.facts.get(SPACE, {"speed": {}}):
         return dataclasses.replace(space, knobs=())
     return asked_for(space) if options.sampler == "grid" else space
@@ -76,20 +78,24 @@ def check_space(study: Study, space: Space, options: SearchOptions) -> Space:
 
 
 def _stored_space(study: Study, space: Space) -> Space:
+    _check_devices(study, space)
     fact = study.facts[SPACE]
-    # Older versions stored none: they had one number only, and it could change.
-    stored = tuple(fact.get("devices", space.devices[:1]))
-    if stored != space.devices and max(len(stored), len(space.devices)) > 1:
-        given, wanted = (",".join(map(str, one)) for one in (space.devices, stored))
-        raise UserError(
-            f"study {study.name} has trials on {wanted} devices, and this command asks for "
-            f"{given}: give --nproc {wanted}, or --new"
-        )
     found = narrowed(space, fact["batch_sizes"], fact["precisions"])
     # A study of an older version decided on none.
     found = dataclasses.replace(found, speed=fact.get("speed", {}))
     study.draw_from(found.parameters())
     return found
+
+
+def _check_devices(study: Study, space: Space) -> None:
+    # Older versions stored none: they had one number only, and it could change.
+    stored = tuple(study.facts.get(SPACE, {}).get("devices", space.devices[:1]))
+    if SPACE in study.facts and stored != space.devices:
+        given, wanted = (",".join(map(str, one)) for one in (space.devices, stored))
+        raise UserError(
+            f"study {study.name} began with --nproc {wanted}, and this command has {given}: give "
+            f"--nproc {wanted}, or --new"
+        )
 
 
 def await_facts(study: Study, names: Sequence[str]) -> None:
