@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import statistics
@@ -87,6 +88,17 @@ def test_the_stated_gain_is_not_too_high_and_its_interval_covers_the_truth(
     assert 0.90 <= covered / 400 <= 0.98
     # The best of three is 3.6 % too high without the correction.
     assert abs(statistics.fmean(errors)) < 0.02
+
+
+def test_a_slow_challenger_on_fewer_devices_leaves_the_stated_gain() -> None:
+    own, first, second, slow = (
+        candidate(number, *(scale * value for value in (30.0, 33.0, 36.0)))
+        for number, scale in enumerate((3.3, 1.0, 1.05, 3.0))
+    )
+    without = decide("time-to-target", own, [first, second])
+    slow = dataclasses.replace(slow, devices=0)
+    found = decide("time-to-target", own, [first, second, slow])
+    assert found.gain == pytest.approx(without.gain)
 
 
 def test_a_challenger_that_is_only_as_good_does_not_win() -> None:

@@ -110,7 +110,9 @@ def decide(objective: Name, reference: Candidate, challengers: Sequence[Candidat
     )
     if not able or not reference.reached:
         return verdict
-    effect, width = own - scale.shrunk(nearest, able), scale.width(reference, nearest, 0.975)
+    # On other numbers of devices, one may be slower because it was chosen for its cost.
+    alike = [one for one in able if one.devices == nearest.devices]
+    effect, width = own - scale.shrunk(nearest, alike), scale.width(reference, nearest, 0.975)
     return dataclasses.replace(
         verdict,
         gain=_gain(objective, effect),
