@@ -77,4 +77,6 @@ def test_where_the_next_device_no_longer_pays() -> None:
     # Amdahl's law with a = 0.8, b = 0.2: n t(n)^2 is least at n = a / b.
     amdahl = curve((1, 1.0), (2, 0.6))
     assert amdahl.pays_up_to == 4 and "after 4 (prediction)." in amdahl.sentence()
+    # 1 and 8 devices were measured, and no number between them.
+    assert "after 3 (prediction)." in curve((1, 1.0), (8, 0.35)).sentence()
     assert "still pays (prediction)" in curve((1, 1.0), (2, 0.5), (4, 0.25)).sentence()

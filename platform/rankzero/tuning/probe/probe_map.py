@@ -129,7 +129,8 @@ def _measure_on(
         # All cells fail for the same reason then, such as an error in the user's code.
         first = failures.first(request.failures)
         reason = first.reason if first else f"see {request.results}"
-        raise RunFailed(f"no batch size could be measured: {reason}")
+        where = devices_text(described.processes)
+        raise RunFailed(f"no batch size could be measured on {where}: {reason}")
     effects = speed_knobs.effects(request.knobs, request.subject, knee, known)
     for effect in effects:
         name, gain, interval, decision = effect.row()
