@@ -133,9 +133,9 @@ def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
         own = run.folder.identity
         uri = url_without_secrets(own.tracking_uri)
         study.note(_PARENT, {"uuid": own.uuid, "tracking_uri": uri})
-        # Stored once: a resumed search must not get other guesses from another probe map.
         if setup.options.price is not None:
             study.note(PRICE, setup.options.price)
+        # Stored once: a resumed search must not get other guesses from another probe map.
         if FIRST not in study.facts:
             guesses = probe_map.guesses(space, measured) or next_trial.guesses(space)
             study.note(FIRST, guesses)

@@ -20,7 +20,7 @@ from rankzero.tuning.budget import REFERENCE_SECONDS, Budget
 from rankzero.tuning.learning_curve import LearningCurve
 from rankzero.tuning.objective import Objective, target_quality
 from rankzero.tuning.options import SearchOptions
-from rankzero.tuning.space import DEVICES, Space, devices_text
+from rankzero.tuning.space import DEVICES, Space, devices_text, number_text
 from rankzero.tuning.study import FIRST_RUNG, RUNGS, Study
 from rankzero.tuning.trial import Trial
 from rankzero.tuning.trials import follower
@@ -193,8 +193,11 @@ class Session:
 
         def why_prune(curve: LearningCurve) -> str:
             nonlocal reported
-            if objective.cannot_beat(curve, best):
-                return f"cannot beat the best, {best:.3g} s, any more"
+            if best is not None and objective.cannot_beat(curve, best):
+                text = f"cannot beat the best, {number_text(best)} s, any more"
+                where = f"after {number_text(best)} s on {devices_text(devices)}"
+                several = len(self._space.devices) > 1
+                return f"neither the fastest nor the cheapest {where}" if several else text
             # Rungs are training time. Steps of different batch sizes are no common measure.
             rung = int(curve.seconds / rung_seconds)
             if rung <= reported or not curve.points:
@@ -305,7 +308,7 @@ class Session:
         def why_prune(curve: LearningCurve) -> str:
             # It missed the quality in its whole trial, so it need not be trained to its end again.
             late = not trial.feasible and objective.cannot_beat(curve, best, confirm.CLEARLY_WORSE)
-            return f"does not reach the quality in {curve.seconds:.3g} s" if late else ""
+            return f"does not reach the quality in {number_text(curve.seconds)} s" if late else ""
 
         experiment = override(self._space.experiment(trial.parameters), {"train.seed": seed})
         label = f"{self._study.name}-confirm-{trial.number}-seed{seed}"

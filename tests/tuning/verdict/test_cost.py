@@ -106,7 +106,7 @@ def test_the_result_reads_as_sentences_and_tables() -> None:
         "To the target, at 3.6 per device-hour: fastest and knee 40.5 s and 0.162 on 4 devices "
         "(trial 1); cheapest 101 s and 0.101 on 1 device (trial 0)."
     )
-    assert ratio == "4 devices: 1.6x the cost for 2.5x the speed of 1 device."
+    assert ratio == "4 devices: 1.6x (1.5 to 1.7) the cost for 2.5x (2.3 to 2.7) the speed of 1 device."
     ((name, columns, rows),) = result.tables()
     assert name == "cost.json" and len(rows) == 2 and {len(row) for row in rows} == {len(columns)}
     assert rows[0][:2] == ["1", "4"] and rows[0][-1] == "fastest, knee" and " to " in rows[0][2]
@@ -122,3 +122,27 @@ def test_without_a_price_or_a_trial_at_the_target_there_is_no_cost() -> None:
         "To the target, at 3.6 per device-hour: fastest, knee and cheapest 100 s and 0.1 on 1 "
         "device (trial 0)."
     ]
+
+
+@given(POINTS, st.integers(0, 11))
+def test_the_fastest_is_never_slower_than_the_cheapest(
+    drawn: list[tuple[int, float, int]], winner: int
+) -> None:
+    # A verdict may prefer a configuration that is slower within the noise.
+    best = recommended(points([(n, t, 3) for n, t, _ in drawn]), winner)
+    assert best["fastest"].seconds <= best["knee"].seconds <= best["cheapest"].seconds
+    assert best["fastest"].cost >= best["knee"].cost >= best["cheapest"].cost
+
+
+def test_the_winner_is_recommended_among_those_that_nothing_separates() -> None:
+    same = [PricedTrial(0, 1, 100.0, 100.0, 3), PricedTrial(1, 1, 98.0, 98.0, 3)]
+    assert {one.trial for one in recommended(same, 0).values()} == {0}
+    fewer = [PricedTrial(0, 4, 100.0, 400.0, 3), PricedTrial(1, 1, 99.0, 99.0, 3)]
+    assert {one.trial for one in recommended(fewer, 0).values()} == {1}
+
+
+def test_hours_are_no_powers_of_ten() -> None:
+    text, _ = device_result(
+        [trial(0, 1, 86400.0), trial(1, 4, 30000.0)], SPACE, [], 250.0, 1, []
+    ).sentences()
+    assert "30,000 s and 8,333 on 4 devices" in text and "86,400 s and 6,000" in text

@@ -16,7 +16,7 @@ from rankzero.confidence import pooled_deviation, student_t
 from rankzero.tuning.next_trial import front
 from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.probe.scaling import SCALING_COLUMNS, Scaling, scaling
-from rankzero.tuning.space import Space, devices_text
+from rankzero.tuning.space import Space, devices_text, number_text
 from rankzero.tuning.trial import Trial
 from rankzero.tuning.verdict.confirm import Stored, by_trial
 
@@ -40,11 +40,7 @@ class PricedTrial:
     @property
     def row(self) -> list[str]:
         """Return the texts of `COST_COLUMNS` but the last."""
-        known = math.isfinite(self.spread)
-        seconds, cost = (
-            f"{value:.4g}" + (f" ({value / self.spread:.3g} to {value * self.spread:.3g})" * known)
-            for value in (self.seconds, self.cost)
-        )
+        seconds, cost = (_interval(one, self.spread) for one in (self.seconds, self.cost))
         return [str(self.trial), str(self.devices), seconds, cost, str(self.seeds or "")]
 
 
@@ -82,16 +78,19 @@ def priced(
 def recommended(found: Sequence[PricedTrial], winner: int) -> dict[str, PricedTrial]:
     """Return the fastest, the knee and the cheapest, of the confirmed ones if there are any.
 
-    `winner`: the trial of the verdict. It is the fastest as far as the runs can show.
+    `winner`: the trial of the verdict. It is the fastest as far as the runs can show, unless one
+    on other devices is as fast and costs less.
     """
     sure = [one for one in found if one.seeds] or found
     if not sure:
         return {}
-    return {
-        "fastest": min(sure, key=lambda one: (one.trial != winner, one.seconds, one.cost)),
-        "knee": min(sure, key=lambda one: (one.seconds * one.cost, one.cost, one.seconds)),
-        "cheapest": min(sure, key=lambda one: (one.cost, one.seconds)),
-    }
+    own = min(sure, key=lambda one: (one.trial != winner, one.seconds, one.cost))
+    # On as many devices, only noise is faster or cheaper than the winner.
+    able = [own, *(one for one in sure if one.devices != own.devices)]
+    fastest = min((one for one in able if one.seconds <= own.seconds), key=_by_cost)
+    able = [fastest, *(one for one in able if one.seconds > fastest.seconds)]
+    knee = min(able, key=lambda one: (one.seconds * one.cost, one.cost))
+    return {"fastest": fastest, "knee": knee, "cheapest": min(able, key=_by_cost)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,16 +110,19 @@ class DeviceResult:
         if self.best:
             by_trial = {one.trial: one for one in self.best.values()}
             parts = [
-                f"{' and '.join(self._names(one).rsplit(', ', 1))} {one.seconds:.3g} s and "
-                f"{one.cost:.3g} on {devices_text(one.devices)} (trial {number})"
+                f"{' and '.join(self._names(one).rsplit(', ', 1))} {number_text(one.seconds)} s "
+                f"and {number_text(one.cost)} on {devices_text(one.devices)} (trial {number})"
                 for number, one in by_trial.items()
             ]
             texts = [f"To the target, at {self.price:g} per device-hour: {'; '.join(parts)}."]
             fast, cheap = self.best["fastest"], self.best["cheapest"]
             if fast.devices != cheap.devices:
+                # Both ratios are of the same two times.
+                spread = math.exp(math.hypot(math.log(fast.spread), math.log(cheap.spread)))
+                cost = _interval(fast.cost / cheap.cost, spread, 2, "x")
+                speed = _interval(cheap.seconds / fast.seconds, spread, 2, "x")
                 texts.append(
-                    f"{devices_text(fast.devices)}: {fast.cost / cheap.cost:.2g}x the cost for "
-                    f"{cheap.seconds / fast.seconds:.2g}x the speed of "
+                    f"{devices_text(fast.devices)}: {cost} the cost for {speed} the speed of "
                     f"{devices_text(cheap.devices)}."
                 )
         return [*texts, *([self.curve.sentence()] if self.curve else [])]
@@ -149,6 +151,17 @@ def device_result(
     """Return what the trials, their confirmations and the probe's cells show."""
     found = [] if price is None else priced(trials, space, stored, price)
     return DeviceResult(price, found, recommended(found, winner), scaling(measured))
+
+
+def _interval(value: float, spread: float, digits: int = 3, unit: str = "") -> str:
+    """Return a value with its interval, if that is known: ``2.5x (2.3 to 2.7)``."""
+    ends = (number_text(one, digits) for one in (value / spread, value * spread))
+    known = f" ({' to '.join(ends)})" if math.isfinite(spread) else ""
+    return f"{number_text(value, digits)}{unit}{known}"
+
+
+def _by_cost(one: PricedTrial) -> tuple[float, float]:
+    return one.cost, one.seconds
 
 
 def time_and_cost(one: PricedTrial) -> tuple[float, float]:

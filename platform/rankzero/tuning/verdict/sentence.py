@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rankzero.experiment import Goal
 from rankzero.tuning.objective import Name
-from rankzero.tuning.space import settings_text
+from rankzero.tuning.space import number_text, settings_text
 from rankzero.tuning.verdict.decide import Candidate, Verdict, median
 
 
@@ -93,9 +93,9 @@ def _performance(name: Name, candidate: Candidate, goal: Goal, target: float | N
             wanted = _quality(goal, target)
             if not candidate.reached:
                 return f"does not reliably reach {wanted} ({len(values)} of {len(runs)} seeds)"
-            spread = f" ({_seconds(min(values))}-{_seconds(max(values))})"
+            spread = f" ({number_text(min(values), 2)}-{number_text(max(values), 2)})"
             spread = spread if len(values) > 1 else ""
-            return f"reaches {wanted} in {_seconds(statistics.median(values))} s{spread}"
+            return f"reaches {wanted} in {number_text(statistics.median(values), 2)} s{spread}"
         case "throughput" | "tokens":
             speeds = [-value for value in values] or [0.0]
             unit = "tokens" if name == "tokens" else "samples"
@@ -110,7 +110,3 @@ def _quality(goal: Goal, value: float | None) -> str:
         return f"no {goal.metric}"
     share = "accuracy" in goal.metric and 0 <= value <= 1
     return f"{value:.1%} {goal.metric}" if share else f"{goal.metric} {value:.4g}"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
