@@ -14,6 +14,7 @@ from rankzero.errors import RunFailed, UserError
 from rankzero.tuning import next_trial
 from rankzero.tuning.next_trial import guesses, upcoming
 from rankzero.tuning.options import PRUNERS, SAMPLERS, SearchOptions
+from rankzero.tuning.reports.study_run import texts_of
 from rankzero.tuning.session import Session
 from rankzero.tuning.space import (
     BATCH_INDEX,
@@ -544,6 +545,7 @@ def test_trials_choose_among_numbers_of_devices(search: Searcher, tmp_path: Path
         one.parameters[DEVICES] for one in trials
     ]
     assert {devices_of(study, one.number) for one in trials} == {1, 2, 4}
+    assert [texts_of(one)[-1] for one in trials] == [str(one.parameters[DEVICES]) for one in trials]
     assert found.beaten and found.winner.devices == 4 and found.winner.settings[DEVICES] == 4
     assert "4 devices" in settings_text(found.winner.settings)
     assert any("4 devices" in line for line in lines), "the lines of trials state their devices"

@@ -20,7 +20,7 @@ from rankzero.tuning.budget import REFERENCE_SECONDS, Budget
 from rankzero.tuning.learning_curve import LearningCurve
 from rankzero.tuning.objective import Objective, target_quality
 from rankzero.tuning.options import SearchOptions
-from rankzero.tuning.space import DEVICES, Space, devices_text, number_text
+from rankzero.tuning.space import Space, devices_text, number_text
 from rankzero.tuning.study import FIRST_RUNG, RUNGS, Study
 from rankzero.tuning.trial import Trial
 from rankzero.tuning.trials import follower
@@ -219,13 +219,13 @@ class Session:
         if result is None:
             self._abandon(number, "the search was interrupted")
             return
-        facts = follower.facts(result, experiment, self._label(number))
+        devices = self._space.devices_of(self._study.trials()[number].parameters)
+        facts = follower.facts(result, experiment, self._label(number), devices)
         self._study.tell(number, result.state, result.value, result.constraints, facts)
         what = f"batch {facts['batch_size']}, {facts['precision']}, lr {facts['lr']:.2g}"
-        count = self._study.trials()[number].parameters.get(DEVICES)
-        what += f", {devices_text(count)}" if count else ""
+        what += f", {devices_text(devices)}" if len(self._space.devices) > 1 else ""
         line = f"trial {number:3}  {what:34} {result.state.lower():9}"
-        line += "" if result.value is None else f"  value {result.value:.4g}"
+        line += "" if result.value is None else f"  value {number_text(result.value, 4)}"
         line += f"  best {facts['best']:.4g}" if "best" in facts else ""
         if "samples_per_second" in facts:
             line += f"  {facts['samples_per_second']:,.0f} samples/s"

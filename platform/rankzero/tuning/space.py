@@ -311,7 +311,7 @@ def devices_text(count: int) -> str:
 
 def number_text(value: float, digits: int = 3) -> str:
     """Return a number of so many digits, but no power of ten for a large one: ``12,240``."""
-    return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def asked_for(space: Space) -> Space:

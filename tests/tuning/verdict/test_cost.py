@@ -106,7 +106,8 @@ def test_the_result_reads_as_sentences_and_tables() -> None:
         "To the target, at 3.6 per device-hour: fastest and knee 40.5 s and 0.162 on 4 devices "
         "(trial 1); cheapest 101 s and 0.101 on 1 device (trial 0)."
     )
-    assert ratio == "4 devices: 1.6x (1.5 to 1.7) the cost for 2.5x (2.3 to 2.7) the speed of 1 device."
+    more = "4 devices: 1.6x (1.5 to 1.7) the cost for 2.5x (2.3 to 2.7) the speed of 1 device."
+    assert ratio == more
     ((name, columns, rows),) = result.tables()
     assert name == "cost.json" and len(rows) == 2 and {len(row) for row in rows} == {len(columns)}
     assert rows[0][:2] == ["1", "4"] and rows[0][-1] == "fastest, knee" and " to " in rows[0][2]

@@ -25,15 +25,13 @@ from rankzero.tracking.run_log import RunLog
 from rankzero.tuning.next_trial import best_value
 from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.probe.speed_knobs import EFFECT_COLUMNS, Effect
-from rankzero.tuning.space import DEVICES
 from rankzero.tuning.trial import Trial
 
 _RESULT_COLUMNS = ("trial", "state", "value", "best", "samples_per_second")
-SHOWN_COLUMNS = (*_RESULT_COLUMNS, "batch_size", "precision", "lr")
+SHOWN_COLUMNS = (*_RESULT_COLUMNS, "batch_size", "precision", "lr", "devices")
 """Columns for people: in the run's description, and in the terminal."""
 _COLUMNS = (
     *SHOWN_COLUMNS,
-    "devices",
     "train_seconds",
     "memory_megabytes",
     "joules",
@@ -166,7 +164,6 @@ def _known(values: Mapping[str, float | None]) -> dict[str, float]:
 def _row_of(trial: Trial) -> dict[str, Any]:
     """Return a trial's row of the table of trials, by column."""
     known = {"trial": trial.number, "state": trial.state, "value": trial.value, **trial.facts}
-    known["devices"] = trial.parameters.get(DEVICES)
     return {column: known.get(column) for column in _COLUMNS}
 
 

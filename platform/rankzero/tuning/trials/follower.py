@@ -200,7 +200,7 @@ def complete(curve: LearningCurve, objective: Objective) -> TrialResult:
     return TrialResult("COMPLETE", curve, reason, constraints, objective.value(curve))
 
 
-def facts(result: TrialResult, experiment: Experiment, label: str) -> dict[str, Any]:
+def facts(result: TrialResult, experiment: Experiment, label: str, devices: int) -> dict[str, Any]:
     """Return the study's attributes of a trial. Old studies have them: the names stay."""
     settings, curve = flatten(experiment), result.curve
     known = {
@@ -209,6 +209,7 @@ def facts(result: TrialResult, experiment: Experiment, label: str) -> dict[str, 
         "batch_size": settings["train.batch_size"],
         "precision": settings["train.precision"],
         "lr": settings["lr"],
+        "devices": devices,
         "train_seconds": curve.seconds,
         "best": curve.best,
         "samples_per_second": curve.samples_per_second,
