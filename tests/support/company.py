@@ -71,12 +71,12 @@ class Mortal(FakeLauncher):
         super().__init__()
         self.ledger, self.dies_at = ledger, dies_at
 
-    def start(self, experiment: Experiment, name: str) -> FakeRunning:
+    def start(self, experiment: Experiment, name: str, processes: int | None = None) -> FakeRunning:
         self.ledger.write(f"starts {name}")
         time.sleep(0.0 if "confirm" in name else TRIAL_SECONDS)
         if len(self.started) == self.dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().start(experiment, name)
+        return super().start(experiment, name, processes)
 
 
 def session(folder: Path, trials: int, dies_at: int | None = None) -> Session:
