@@ -33,6 +33,7 @@ from rankzero.events import (
     StepsLogged,
     TagsSet,
 )
+from rankzero.integrations.deferred_run import DeferredRun
 from rankzero.integrations.own_loop import values
 from rankzero.integrations.own_loop.null_run import NullTrackedRun
 from rankzero.integrations.own_loop.params import params_of
@@ -156,6 +157,9 @@ def test_other_ranks_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         run.log({"loss": torch.tensor(1.0)}, step=1)
         assert not run.evaluated({"val/loss": 0.5}, step=1)
         run.checkpoint({}, step=1)
+    adapter = DeferredRun("mine")
+    for _ in range(2):
+        adapter.begin_training().log({"loss": 1.0})
     assert run.name is None and run.folder is None and not Path("mlruns").exists()
 
 

@@ -10,7 +10,7 @@ from rankzero.integrations.own_loop.tracked_run import TrackedRun
 class NullTrackedRun(TrackedRun):
     """All methods but `latest` do nothing, at no cost."""
 
-    name = folder = id = url = None
+    name = folder = id = url = unless_ended = None
     step = 0
 
     def __init__(self) -> None: ...
