@@ -82,6 +82,8 @@ def test_table_grows_by_rows_of_any_kind(run: TrackedRun) -> None:
     run.log_table([(4, 1 / 3)], "deep/losses.json", columns=["step", "loss"])
     run.log_table(pandas.DataFrame({"step": [5], "more": ["007"]}), "deep//losses.json")
     run.log_table({"only": "one row"}, "row.json")
+    run.log_table({"id": [2**53 + 1]}, "ids.json")
+    run.log_table([{"id": 2**53 + 3}, {"new": 1}], "ids.json")
     store = MemoryStore()
     delivered(folder_of(run), store)
     assert json.loads(store.artifacts["deep/losses.json"]) == {
@@ -95,9 +97,15 @@ def test_table_grows_by_rows_of_any_kind(run: TrackedRun) -> None:
         ],
     }
     assert json.loads(store.artifacts["row.json"])["data"] == [["one row"]]
+    assert json.loads(store.artifacts["ids.json"])["data"] == [
+        [2**53 + 1, None],
+        [2**53 + 3, None],
+        [None, 1],
+    ]
     assert [entry["path"] for entry in json.loads(store.tags["mlflow.loggedArtifacts"])] == [
         "deep/losses.json",
         "row.json",
+        "ids.json",
     ]
     run.finish()
 

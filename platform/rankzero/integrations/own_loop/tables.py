@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,11 +37,13 @@ def save(data: Any, columns: Sequence[str] | None, path: Path, before: Path) -> 
         if not isinstance(data, (list, tuple)):
             raise ValueError(f"a table has columns, rows or a DataFrame, not {data!r:.80}")
     names: Any = None if columns is None else list(columns)
-    parts = [pandas.DataFrame(data, columns=names)]
+    # As objects, integers stay integers next to a missing value.
+    frame = functools.partial(pandas.DataFrame, dtype=object)
+    parts = [frame(data, columns=names)]
     if before.exists():
         try:
             earlier = json.loads(before.read_text(encoding="utf-8"))
-            parts.insert(0, pandas.DataFrame(earlier["data"], columns=earlier["columns"]))
+            parts.insert(0, frame(earlier["data"], columns=earlier["columns"]))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError("a file that is no table has this name") from error
     pandas.concat(parts, ignore_index=True).to_json(
