@@ -158,6 +158,8 @@ def test_bad_input_is_noted_and_costs_nothing_else(
         (run.log_params, (3,), "a param is not logged: ConfigError"),
         (run.set_tags, ({"rankzero.uuid": "x"},), "rankzero.uuid is RankZero's own"),
         (run.log_artifact, ("absent.bin",), "absent.bin is not logged: FileNotFoundError"),
+        (run.log_artifact, (None,), "None is not logged: TypeError"),
+        (run.log_table, ([[1]], None), "None is not logged: TypeError"),
         (run.log_text, ("x", "../out.txt"), "'../out.txt' cannot be the name"),
         (run.log_text, ("x", "/etc/out.txt"), "'/etc/out.txt' cannot be the name"),
         (run.log_text, ("x", ".hidden"), "'.hidden' cannot be the name"),

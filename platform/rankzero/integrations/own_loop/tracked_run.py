@@ -265,10 +265,11 @@ class TrackedRun:
 
         Returns once it is copied, so the program may change or delete it.
         """
-        path = Path(local_path)
         self._keep_event(
-            str(path),
-            lambda: logged_files.copy(self._log.folder, path, artifact_path, self._note),
+            str(local_path),
+            lambda: logged_files.copy(
+                self._log.folder, Path(local_path), artifact_path, self._note
+            ),
         )
 
     def log_text(self, text: str, artifact_file: str) -> None:
@@ -287,19 +288,17 @@ class TrackedRun:
         `data`: columns by name, rows, or a DataFrame. `columns`: the names of rows without names.
         """
 
-        folder, path = self._log.folder, str(PurePosixPath(artifact_file))
-
         def written() -> Event:
+            folder, path = self._log.folder, str(PurePosixPath(artifact_file))
             with self._lock:  # Another thread may add rows.
                 before = folder.artifacts / path
                 save = functools.partial(tables.save, data, columns, before=before)
-                return logged_files.write(folder, path, save)
+                event, listed = logged_files.write(folder, path, save), self._tables.add(path)
+                if listed is not None and self.reopen():
+                    self._log(listed)
+                return event
 
-        if self._keep_event(artifact_file, written):
-            with self._lock:
-                event = self._tables.add(path)
-                if event is not None and self.reopen():
-                    self._log(event)
+        self._keep_event(artifact_file, written)
 
     def log_figure(self, figure: Any, artifact_file: str) -> None:
         """Draw a figure of matplotlib or plotly as an artifact. Takes the time of the drawing."""
@@ -332,8 +331,8 @@ class TrackedRun:
     def _keep_file(self, name: str, save: Callable[[Path], object]) -> None:
         self._keep_event(name, lambda: logged_files.write(self._log.folder, name, save))
 
-    def _keep_event(self, what: str, make: Callable[[], Event]) -> bool:
-        """Log the event that `make` returns, and return True. If that fails, note the reason."""
+    def _keep_event(self, what: str, make: Callable[[], Event]) -> None:
+        """Log the event that `make` returns. If that fails, note the reason."""
 
         def keep() -> None:
             event = make()  # A copy takes long, and other threads log meanwhile.
@@ -343,10 +342,9 @@ class TrackedRun:
 
         with self._lock:
             is_open = self.reopen()
-        if not is_open:
-            return False
-        process_end.went_on()
-        return self._guarded(f"{what} is not logged", keep)
+        if is_open:
+            process_end.went_on()
+            self._guarded(f"{what} is not logged", keep)
 
     def child(self, name: str, config: object = None) -> TrackedRun:
         """Begin a run below this one, such as a fold's. Hold and end it as any run.
