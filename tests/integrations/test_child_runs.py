@@ -86,6 +86,16 @@ def test_child_continues_its_run_too() -> None:
     assert ends(again) == ["FAILED", "FINISHED", "FINISHED"] and ends(other) == ["FAILED"]
 
 
+def test_names_that_join_to_one_name_are_different_runs() -> None:
+    rankzero.track("other", offline=True, name="cv-own").finish()
+    for _ in range(2):
+        with rankzero.track("folds", offline=True, name="cv") as run:
+            children = [run.child("a").child("b"), run.child("a-b"), run.child("own")]
+            names = [child.name for child in children]
+        assert len({*names, "cv-own"}) == 4
+    assert [ends(child) for child in children] == [["FINISHED", "FINISHED"]] * 3, "both continue"
+
+
 def test_child_that_cannot_be_tracked_costs_only_itself(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

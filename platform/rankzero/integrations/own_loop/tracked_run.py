@@ -23,7 +23,7 @@ from rankzero.integrations.own_loop.params import params_of
 from rankzero.integrations.own_loop.values import snapshot
 from rankzero.redaction.text import settings_without_secrets, url_without_secrets
 from rankzero.run_store import delivery_state, names
-from rankzero.run_store.folder import Identity
+from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.tracking.run_log import RunLog
 
 # The import of mlflow on a busy machine, and MLflow's answer.
@@ -369,10 +369,14 @@ class TrackedRun:
             return log
 
         def begin() -> None:
-            identity = top.identity.child(f"{self.name}-{_plain(str(name))}")
+            above = self._log.folder.identity
+            identity = top.identity.child(f"{above.name}-{_plain(str(name))}")
             if self._top is not self:
-                above = self._log.folder.identity.uuid
-                identity = dataclasses.replace(identity, parent_uuid=above)
+                identity = dataclasses.replace(identity, parent_uuid=above.uuid)
+            known = RunFolder(top.path.with_name(identity.name))
+            if known.events.exists() and not _are_siblings(known.identity, identity):
+                # Such as the child "b" of "a", if this is "a-b".
+                identity = dataclasses.replace(identity, name=f"{identity.name}-{above.uuid[:8]}")
             run = TrackedRun(
                 *(open_log, identity, self._goal, self._keep, params, self._flush_rows),
                 offline=self._offline,
@@ -444,6 +448,10 @@ class TrackedRun:
     def _note(self, text: str) -> None:
         with self._lock:
             self._log.notice(text)
+
+
+def _are_siblings(one: Identity, other: Identity) -> bool:
+    return (one.parent, one.parent_uuid) == (other.parent, other.parent_uuid)
 
 
 def _plain(name: str) -> str:
