@@ -15,13 +15,21 @@ from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import delivery_status
 
 SCRIPT = """
-import mlflow, rankzero
+import threading, mlflow, rankzero
 mlflow.set_tracking_uri("sqlite:///elsewhere.db")
 with rankzero.track("mine", {"lr": 0.1}, name="finished") as run:
     assert run.mlflow() == run.id
     mlflow.log_metric("theirs", 0.5, step=3)
     mlflow.log_param("late", 1)
     mlflow.log_text("hello", "notes.txt")
+    mlflow.end_run()
+    assert run.mlflow() == mlflow.active_run().info.run_id
+    def other():
+        run.mlflow()
+        mlflow.log_metric("from a thread", 2.0)
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
     run.log({"ours": 1.0}, step=3)
 assert mlflow.active_run() is None
 outer = rankzero.track("mine", name="outer")
@@ -59,7 +67,7 @@ def test_calls_of_mlflow_reach_the_run_whose_end_counts() -> None:
         "outer-inner": "FINISHED",
     }
     metrics = found["finished"].metrics
-    assert (metrics["theirs"], metrics["ours"]) == (0.5, 1.0)
+    assert (metrics["theirs"], metrics["ours"], metrics["from a thread"]) == (0.5, 1.0, 2.0)
     params = found["finished"].params
     assert (params["lr"], params["late"]) == ("0.1", "1")
     text = store.download_artifact(found["finished"].run_id, "notes.txt", Path())

@@ -10,6 +10,9 @@ def enter(tracking_uri: str, experiment_id: str, run_id: str) -> None:
     """Make the run this thread's active run of mlflow. Raises whatever mlflow raises."""
     import mlflow  # The user's, as it is: our client's settings would change their timeouts.
 
+    active = mlflow.active_run()
+    if active is not None and active.info.run_id == run_id:
+        return
     mlflow.set_tracking_uri(tracking_uri)
     # It refuses a run of another experiment than the active one.
     mlflow.set_experiment(experiment_id=experiment_id)

@@ -408,11 +408,10 @@ class TrackedRun:
             mlflow_calls.enter(uri, self._experiment_id, run_id)
             self._active = run_id
 
+        lost = f"mlflow's own calls do not reach {self.name}"
         with self._lock:
-            if self._active is None:
-                lost = f"mlflow's own calls do not reach {self.name}"
-                guarded(lost, enter, functools.partial(self.tell, "mlflow"))
-            return self._active
+            reached = guarded(lost, enter, functools.partial(self.tell, "mlflow"))
+        return run_id if reached else None
 
     def tell(self, about: str, text: str) -> None:
         """Note something for people, once for each `about`."""
