@@ -35,13 +35,13 @@ def ends(writer: SummaryWriter) -> list[str]:
 
 
 def test_calls_of_scripts_reach_mlflow() -> None:
-    with SummaryWriter("runs/digits", "-b8", 10, flush_secs=5, offline=True) as writer:
+    with SummaryWriter("runs/lr0.01", "-b8", 10, flush_secs=5, offline=True) as writer:
         for step in range(3):
             writer.add_scalar("loss", torch.tensor(1.0 / (step + 1)), step, 1e9)
         writer.add_scalar("loss", 0.25, global_step=3, walltime=1e9, new_style=True)
         writer.add_scalars("accuracy", {"train": 0.5, "val": 0.25}, 3)
         writer.add_image("digit", torch.rand(1, 8, 8), 3)
-        writer.add_image("flat", np.zeros((8, 6, 3), np.uint8), 3, dataformats="HWC")
+        writer.add_image("flat", np.zeros((8, 6, 3), np.uint8), 3, dataformats="hwc")
         writer.add_images("batch", torch.rand(20, 3, 8, 8, dtype=torch.bfloat16), 3)
         writer.add_figure("curve", [Figure(), Figure()], 3)
         writer.add_text("note", "a text", 3)
@@ -49,10 +49,10 @@ def test_calls_of_scripts_reach_mlflow() -> None:
         writer.add_hparams({"lr": 0.1}, {"hparam/loss": 0.25})
         writer.add_hparams({"lr": 0.2}, {"hparam/loss": 0.5})
         writer.flush()
-        assert Path(writer.get_logdir()).samefile("runs/digits")
+        assert Path(writer.get_logdir()).samefile("runs/lr0.01")
     folder, store = folder_of(writer), MemoryStore()
     delivered(folder, store)
-    assert folder.identity.experiment == "digits-b8" and store.status == "FINISHED"
+    assert folder.identity.experiment == "lr0.01-b8" and store.status == "FINISHED"
     assert store.curve("loss") == {0: 1.0, 1: 0.5, 2: pytest.approx(1 / 3), 3: 0.25}
     assert store.curve("accuracy/val") == {3: 0.25} and store.params["lr"] == "0.1"
     keys = {key for key, step, _ in store.pictures if step == 3}

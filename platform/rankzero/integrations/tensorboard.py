@@ -41,7 +41,7 @@ class SummaryWriter:
     ) -> None:
         self._is_own, self._hparams = run is None, 0
         settings = {name: value for name, value in options.items() if name not in _OF_FILES}
-        experiment = Path(log_dir or sys.argv[0]).stem + comment
+        experiment = (Path(log_dir).name if log_dir else Path(sys.argv[0]).stem) + comment
         self.run = run or track(settings.pop("experiment", experiment or "tensorboard"), **settings)
         # A script may write files of its own there.
         folder = Path(log_dir) if log_dir else (self.run.folder or Path.cwd()) / "artifacts"
@@ -172,6 +172,6 @@ class SummaryWriter:
 
 def _reordered(image: Any, axes: str, wanted: str) -> Any:
     """Return an image with its axes in the order wanted, without those that it lacks."""
-    order = [axes.index(axis) for axis in wanted if axis in axes]
+    order = [axes.upper().index(axis) for axis in wanted if axis in axes.upper()]
     # NumPy has no bfloat16.
     return image.permute(order) if hasattr(image, "permute") else np.transpose(image, order)
