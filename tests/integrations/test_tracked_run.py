@@ -219,6 +219,9 @@ def test_value_that_is_not_a_number_is_logged_as_nan_with_one_warning(
         for step in (1, 2):
             odd = {"text": "x", "many": torch.ones(3), "array": np.ones(2), "none": None}
             run.log({**odd, "good": np.float32(1)}, step=step)
+            run.log(None, step=step)  # type: ignore[arg-type]
+            run.evaluated([("loss", 1.0)], step=step)  # type: ignore[arg-type]
+        run.checkpoint({}, step=2, metrics=0.5)  # type: ignore[arg-type]
     assert run.folder is not None
     logged = rows(journal(run))
     assert len(logged) == 2
@@ -226,7 +229,8 @@ def test_value_that_is_not_a_number_is_logged_as_nan_with_one_warning(
         assert metrics["good"] == 1.0
         assert all(math.isnan(metrics[name]) for name in ("text", "many", "array", "none"))
     told = capsys.readouterr().out
-    for words in ("an array of shape (2,)", "a tensor of shape (3,)", "'x'", "'None'"):
+    odd_words = ("an array of shape (2,)", "a tensor of shape (3,)", "'x'", "'None'")
+    for words in (*odd_words, "but NoneType has none"):
         assert told.count(words) == 1
 
 
@@ -346,6 +350,25 @@ def test_unreadable_tensors_do_not_hide_the_users_error(
     )
     assert isinstance(end, RunEnded) and (end.status, end.reason) == ("FAILED", "ValueError: mine")
     assert "values logged on meta that cannot be read are NaN" in capsys.readouterr().out
+
+
+class Meter:
+    """As people write one: it goes on counting after it is logged."""
+
+    average = 1.0
+
+    def __float__(self) -> float:
+        return self.average
+
+
+def test_value_that_changes_later_is_logged_as_it_was() -> None:
+    meter, tensor, array = Meter(), torch.tensor(1.0), np.array(1.0)
+    with unrecorded() as run:
+        run.log({"meter": meter, "tensor": tensor, "array": array}, step=1)
+        meter.average = 9.0
+        tensor += 8
+        array += 8
+    assert rows(journal(run)) == [(1, {"meter": 1.0, "tensor": 1.0, "array": 1.0})]
 
 
 def test_tensor_is_read_at_once_on_the_cpu_only() -> None:

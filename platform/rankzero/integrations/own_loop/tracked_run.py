@@ -7,7 +7,7 @@ import functools
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.util import is_exiting
 from pathlib import Path, PurePosixPath
 from types import TracebackType
@@ -184,7 +184,7 @@ class TrackedRun:
         steps count on as soon as a metric would get a second value.
         """
         # The loop may overwrite a tensor in place before it is read.
-        values = {str(name): snapshot(value) for name, value in metrics.items()}
+        values = {str(name): snapshot(value) for name, value in self._items(metrics)}
         with self._lock:
             if not self.reopen():
                 return
@@ -204,7 +204,7 @@ class TrackedRun:
         with self._lock:
             if not self.reopen():
                 return False
-            return self._attempt.evaluated(metrics, step)[2]
+            return self._attempt.evaluated(dict(self._items(metrics)), step)[2]
 
     def checkpoint(
         self,
@@ -221,7 +221,8 @@ class TrackedRun:
             if not self.reopen():
                 return
             attempt = self._attempt
-            at, measured, better = attempt.evaluated(metrics or {}, step)
+            values = {} if metrics is None else dict(self._items(metrics))
+            at, measured, better = attempt.evaluated(values, step)
             self._guarded(
                 f"the checkpoint of step {at} is not kept",
                 lambda: attempt.save(state_dict, at, measured, better),
@@ -440,6 +441,13 @@ class TrackedRun:
             state, step = found
             self._attempt.history.continue_from(step)
             return state
+
+    def _items(self, metrics: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+        if hasattr(metrics, "items"):
+            return metrics.items()
+        kind = type(metrics).__name__
+        self.tell("metrics", f"metrics have names, but {kind} has none: not logged")
+        return ()
 
     def _guarded(self, consequence: str, action: Callable[[], None]) -> bool:
         return guarded(consequence, action, self._note)

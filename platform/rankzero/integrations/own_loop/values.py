@@ -30,7 +30,9 @@ def snapshot(value: Any) -> Any:
             single = getattr(value, "size", 1) == 1
             return value.copy() if single else f"an array of shape {tuple(value.shape)}"
         is_number = hasattr(value, "__float__") or hasattr(value, "__index__")
-        return value if is_number else str(value)[:80]
+        # A meter goes on counting. TensorFlow's tensors never change, and may be on a GPU.
+        number = value if hasattr(value, "__array__") or not is_number else float(value)
+        return number if is_number else str(value)[:80]
     except Exception as error:  # A failed GPU copies nothing, and the loop will fail by itself.
         return f"{type(error).__name__}: {error}"[:80]
 
