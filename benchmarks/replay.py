@@ -147,7 +147,9 @@ class ReplayLauncher:
     def __init__(self, table: Table, space: Space, seed: int) -> None:
         self.table, self.space, self.seed, self.seconds = table, space, seed, 0.0
 
-    def start(self, experiment: Experiment, name: str) -> ReplayRunning:
+    def start(
+        self, experiment: Experiment, name: str, processes: int | None = None
+    ) -> ReplayRunning:
         key = key_of(self.table, self.space, experiment)
         asked = experiment.train.seed
         seed = self.seed if asked < NEW_SEED else CONFIRM_SEEDS[asked - NEW_SEED]
