@@ -15,8 +15,9 @@ from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import delivery_status
 
 SCRIPT = """
-import threading, mlflow, rankzero
+import os, threading, mlflow, rankzero
 mlflow.set_tracking_uri("sqlite:///elsewhere.db")
+del os.environ["MLFLOW_TRACKING_URI"]
 with rankzero.track("mine", {"lr": 0.1}, name="finished") as run:
     assert run.mlflow() == run.id
     mlflow.log_metric("theirs", 0.5, step=3)
@@ -32,6 +33,7 @@ with rankzero.track("mine", {"lr": 0.1}, name="finished") as run:
     thread.join()
     run.log({"ours": 1.0}, step=3)
 assert mlflow.active_run() is None
+assert "MLFLOW_TRACKING_URI" not in os.environ, "a later run goes to its own folder"
 outer = rankzero.track("mine", name="outer")
 outer.mlflow()
 inner = outer.child("inner")

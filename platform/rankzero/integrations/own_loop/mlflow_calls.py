@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -13,7 +14,11 @@ def enter(tracking_uri: str, experiment_id: str, run_id: str) -> None:
     active = mlflow.active_run()
     if active is not None and active.info.run_id == run_id:
         return
+    is_set = "MLFLOW_TRACKING_URI" in os.environ
     mlflow.set_tracking_uri(tracking_uri)
+    # mlflow sets the variable, too. It would send later runs in another `folder` to this store.
+    if not is_set:
+        os.environ.pop("MLFLOW_TRACKING_URI", None)
     # It refuses a run of another experiment than the active one.
     mlflow.set_experiment(experiment_id=experiment_id)
     # The recorder samples already. Nested: another active run stays below it.
