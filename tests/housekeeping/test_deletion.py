@@ -17,13 +17,18 @@ import pytest
 from rankzero.catalog import lookup
 from rankzero.catalog.lookup import mlflow_id
 from rankzero.cli.main import main
+from rankzero.errors import UserError
 from rankzero.events import Event
 from rankzero.housekeeping.deletion import Housekeeper
 from rankzero.mlflow_store import uris
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store import removal, run_locks
+from rankzero.run_store.attempt import sole_launcher
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
+from rankzero.tuning import members
+from rankzero.tuning.options import default_storage
+from rankzero.tuning.study import open_study
 from support.runs import append, ended, make_folder, saved, started, steps
 from support.stores import Server, copied
 
@@ -180,6 +185,57 @@ def test_run_that_is_used_stays(root: Path, here: Here) -> None:
     assert "running" in names(root)
 
 
+def test_run_that_is_launched_stays(root: Path, here: Here) -> None:
+    folder = finished(root, "one")
+    # As `rankzero resume` has it until its ranks have started.
+    with sole_launcher(folder, machines=2):
+        assert "it runs" in here("delete", "one", "--yes")[1] and names(root) == {"one"}
+    with run_locks.lock(folder, 1):
+        folder.system(1).touch()
+        assert "it runs" in here("delete", "one", "--yes")[1] and names(root) == {"one"}
+    folder.system(1).write_text("{}\n")
+    assert "lacks samples of node 1" in here("delete", "one", "--yes")[1]
+
+
+def test_run_that_somebody_wants_back_while_prune_asks_stays(root: Path) -> None:
+    one, two = finished(root, "one", deliver=False), finished(root, "two")
+    keeper, record = Housekeeper(discard_undelivered=True), store(root).find_run("two")
+    keeper.delete(one)
+    keeper.delete(two)
+    keeper.restore(one)
+    (checkpoint,) = store(root).models.list_checkpoints(record)
+    store(root).models.register(record, checkpoint.model_id, "digits")
+    assert not keeper.free(one) and one.checkpoints.exists()
+    with pytest.raises(UserError, match="digits/1"):
+        keeper.free(two)
+    assert two.checkpoints.exists()
+
+
+def test_copy_of_a_store_does_not_delete_in_the_original(root: Path, here: Here) -> None:
+    one = finished(root, "one")
+    copy = root.parent / "copy"
+    shutil.copytree(root, copy)
+    shutil.rmtree(copy / "artifacts")
+    assert main(["delete", "one", "--yes", "--dir", str(copy)]) == 2
+    assert names(root) == names(copy) == {"one"}
+    # The run's folder alone, in another store.
+    shutil.rmtree(copy)
+    shutil.copytree(one.path, copy / "runs" / "one")
+    assert main(["delete", "one", "--yes", "--dir", str(copy)]) == 2
+    assert names(root) == {"one"}
+    root.rename(root.parent / "moved")
+    assert main(["delete", "one", "--yes", "--dir", str(root.parent / "moved")]) == 2
+
+
+def test_run_that_ended_in_a_living_process_is_restored(root: Path, here: Here) -> None:
+    folder = finished(root, "one", deliver=False)
+    run_locks.claim(folder, 0)
+    append(folder, started(2), ended())
+    assert here("delete", "one", "--yes", "--discard-undelivered")[0] == 0
+    assert here("report", "one")[0] == 2 and not names(root)
+    assert here("delete", "--restore", "one")[0] == 0 and names(root) == {"one"}
+
+
 def test_registered_model_keeps_its_run(root: Path, here: Here) -> None:
     folder = finished(root, "one")
     tracker = store(root)
@@ -214,6 +270,21 @@ def test_children_go_with_their_run(root: Path, here: Here) -> None:
     assert not study.path.exists() and not trial.path.exists()
 
 
+def test_study_that_is_searched_stays(root: Path) -> None:
+    study = finished(root, "study")
+    finished(root, "study-t00", deliver=False, parent="study")
+    study.add_child("study-t00")
+    sync.deliver(study)
+    keeper, storage = Housekeeper(), default_storage(root)
+    keeper.delete(study)
+    # Its leader is dead, and a helper is alive, whose runs are elsewhere.
+    shared = open_study(storage, "study", sampler="random", pruner="none", seed=0)
+    shared.note(members.BEAT + members.own_name(), time.time())
+    with pytest.raises(UserError, match="still search"):
+        keeper.free(study)
+    assert study.checkpoints.exists() and study.children[0].checkpoints.exists()
+
+
 def test_run_that_is_not_a_child_stays(root: Path, here: Here) -> None:
     study, other = finished(root, "study"), finished(root, "other")
     study.add_child("other")
@@ -237,6 +308,16 @@ def test_prune_keeps_the_best_and_the_young(root: Path, here: Here) -> None:
     assert len(names(root)) == 4
     assert here("prune", "--keep-best", 1, "--older-than", "36h", "--yes")[0] == 0
     assert names(root) == {"run-0", "run-1", "run-3"}
+
+
+def test_runs_without_a_value_to_compare_are_not_the_worst(root: Path, here: Here) -> None:
+    finished(root, "no-goal")
+    for name, mode, value in (("low", "min", 0.1), ("high", "max", 0.9), ("none", "max", None)):
+        folder = make_folder(root, name=name)
+        start = started(**{"goal.mode": mode, "goal.metric": "loss"})
+        append(folder, start, ended(metrics={} if value is None else {"best": value}))
+    here("prune", "--keep-best", 1, "--yes", "--discard-undelivered")
+    assert names(root) == {"no-goal", "low", "high"}
 
 
 @pytest.mark.parametrize("at", ["erase", "remove", "rmtree"])

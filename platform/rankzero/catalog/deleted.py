@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from rankzero.run_store import delivery_state, names, run_locks
+from rankzero.run_store import delivery_state, names
+from rankzero.run_store.attempt import is_written
 from rankzero.run_store.folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ def is_deleted(folder: RunFolder, run_id: str | None, store: StoreRows) -> bool:
 
 def is_hidden(folder: RunFolder) -> bool:
     """Return whether a run or its parent is deleted. A run that lives is never hidden."""
-    if run_locks.writer_lives(folder):
+    if is_written(folder):
         return False
     store, one = read_store(folder.path.parent), folder
     with contextlib.suppress(names.InvalidRunFolder):

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rankzero.catalog import deleted, lookup
 from rankzero.errors import UserError
 from rankzero.mlflow_store import uris
-from rankzero.run_store import names, removal, run_locks
+from rankzero.run_store import delivery_state, names, removal, run_locks
 from rankzero.run_store.attempt import is_written, sole_launcher
 from rankzero.run_store.folder import RunFolder, write_atomically
 from rankzero.tracking import delivery_status
@@ -29,7 +30,7 @@ def parts(folder: RunFolder) -> list[RunFolder]:
     """Return a run and its children, which go where it goes."""
     # A list from elsewhere may name any run. Only the run itself says whose child it is.
     own, name = [folder], folder.path.name
-    for one in folder.children:
+    for one in dict.fromkeys(folder.children):
         with contextlib.suppress(names.InvalidRunFolder):
             own += [one] if one.identity.parent == name else []
     return own
@@ -52,11 +53,18 @@ class Housekeeper:
         name = folder.identity.name
         if name != folder.path.name:
             return f"its folder is a copy of {name}, or was renamed: MLflow has one run for both"
-        if any(map(_is_used, parts(folder))):
-            return "it runs, or its delivery does"
+        if place := _original(folder):
+            return f"its store was moved or copied from {place}: delete it there"
+        with _alone(folder) as unused:
+            return self._loss(folder) if unused else "it runs, or its delivery does"
+
+    def _loss(self, folder: RunFolder) -> str | None:
+        """Return what nobody could bring back if the run was erased, or None."""
         lacks = _undelivered(folder)
         if lacks and not self.discard_undelivered:
-            return f"MLflow lacks {lacks}: rankzero sync {name}, or --discard-undelivered"
+            return (
+                f"MLflow lacks {lacks}: rankzero sync {folder.path.name}, or --discard-undelivered"
+            )
         versions = [version for one in parts(folder) for version in self._registered(one)]
         if versions:
             return f"its files are registered as {', '.join(versions)}: delete that version first"
@@ -98,15 +106,16 @@ class Housekeeper:
 
         Return False if somebody has restored the run. Raises UserError if somebody uses it.
         """
-        with contextlib.ExitStack() as locks:
-            for one in parts(folder):
-                locks.enter_context(sole_launcher(one, machines=1))
-                if not locks.enter_context(run_locks.lock(one, 0)) or is_written(one):
-                    raise UserError(f"{one.path.name}: another process uses it: it is kept")
+        with _alone(folder) as unused:
             store, run_id = self._store(folder), lookup.mlflow_id(folder)
-            if store is not None and run_id is not None and store.is_active(run_id):
+            is_active = store is not None and run_id is not None and store.is_active(run_id)
+            # Somebody may have restored or registered it since the question was asked.
+            if unused and (is_active or not deleted.is_hidden(folder)):
                 folder.deleted.unlink(missing_ok=True)
                 return False
+            why = self._loss(folder) if unused else "another process uses it"
+            if why is not None:
+                raise UserError(why)
             # From now on it is deleted, also where MLflow does not know it any more.
             mark(folder)
             _forget_study(folder)
@@ -170,16 +179,51 @@ def _forget_study(folder: RunFolder) -> None:
         delete_study(default_storage(database.parent), folder.path.name)
 
 
-def _is_used(folder: RunFolder) -> bool:
-    return (
-        is_written(folder) or run_locks.is_recording(folder) or run_locks.has_live_recorder(folder)
-    )
+@contextlib.contextmanager
+def _alone(folder: RunFolder) -> Iterator[bool]:
+    """Yield whether no process launches, writes or delivers the run or a child, nor can begin."""
+    with contextlib.ExitStack() as locks:
+
+        def take(one: RunFolder) -> bool:
+            try:
+                locks.enter_context(sole_launcher(one, machines=1))
+            except UserError:
+                return False
+            held = [locks.enter_context(run_locks.lock(one, node)) for node in _nodes(one)]
+            return all(held) and not (is_written(one) or run_locks.has_live_recorder(one))
+
+        yield all(map(take, parts(folder)))
+
+
+def _nodes(folder: RunFolder) -> set[int]:
+    """Return the numbers of the nodes whose journals are here."""
+    numbers = (path.stem.rpartition("_")[2] for path in folder.path.glob("system-node_*.jsonl"))
+    return {0, *(int(number) for number in numbers if number.isdigit())}
+
+
+def _original(folder: RunFolder) -> str | None:
+    """Return the store that the run's folder, or its whole store, was moved or copied from."""
+    uri, path = folder.identity.tracking_uri, uris.sqlite_path(folder.identity.tracking_uri)
+    is_known = (lookup.mlflow_id(folder) or "") in deleted.read_store(folder.path.parent).runs
+    mine = folder.path.parent.parent / uris.DATABASE
+    if is_known and (path is None or path.resolve() != mine.resolve()):
+        return uri
+    home = RunFolder((mine if path is None else path).parent / "runs" / folder.path.name)
+    with contextlib.suppress(names.InvalidRunFolder):
+        if home.identity.uuid == folder.identity.uuid and not home.path.samefile(folder.path):
+            return uri
+    return None
 
 
 def _undelivered(folder: RunFolder) -> str:
     """Return what MLflow lacks of a run and its children, in words."""
     found = delivery_status.combined_status(folder)
     late = ["the best model"] if any(one.late_model.exists() for one in parts(folder)) else []
+    for one in parts(folder):
+        for node in _nodes(one) - {0}:
+            offsets = delivery_state.load(delivery_state.path_of(one, node)).cursor.offsets
+            if delivery_state.unread_bytes(one, {one.system(node).name: 0, **offsets}):
+                late.append(f"samples of node {node}")
     if not (found.pending or late or found.run_id is None):
         return ""
     return ", ".join([*found.lacks, *late]) or "the whole run"

@@ -213,10 +213,15 @@ def find_study(storage: str, name: str) -> Study:
 
 
 def delete_study(storage: str, name: str) -> None:
-    """Delete a study with its trials, if there is one of this name."""
+    """Delete a study with its trials, if there is one. Raises UserError while it is searched."""
     with _database(storage) as database:
-        if name in optuna.get_all_study_names(database):
-            optuna.delete_study(study_name=name, storage=database)
+        if name not in optuna.get_all_study_names(database):
+            return
+        study = Study(optuna.load_study(study_name=name, storage=database), "random", 0)
+        beats = [key for key in study.facts if key.startswith(members.BEAT)]
+        if any(members.is_alive(study, beat.removeprefix(members.BEAT)) for beat in beats):
+            raise UserError(f"processes still search the study {name}: stop them first")
+        optuna.delete_study(study_name=name, storage=database)
 
 
 def _distribution(range_: Range) -> BaseDistribution:

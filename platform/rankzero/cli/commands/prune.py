@@ -73,14 +73,18 @@ def _chosen(
 ) -> list[Summary]:
     """Return the runs that are old enough and not among the best. Children go with their run."""
     ended = [one for one in runs if not (one.lives or one.status == ELSEWHERE or one.parent)]
-    rivals: dict[tuple[str, str], list[Summary]] = defaultdict(list)
+    rivals: dict[tuple[str, ...], list[Summary]] = defaultdict(list)
     for one in ended:
         if one.best is not None and one.best == one.best:
-            rivals[one.experiment, one.goal].append(one)
-    # A study without a value to compare is not worse than the others.
-    kept = {one.name for one in ended if keep_best and one.best is None and one.folder.children}
-    for found in rivals.values():
-        sign = -1.0 if found[0].params.get("goal.mode") == "max" else 1.0
+            rivals[_contest(one)].append(one)
+    # Runs without a value to compare, as studies and runs without a goal, are not worse.
+    kept = {
+        one.name
+        for one in ended
+        if keep_best and one.best is None and (one.folder.children or _contest(one) not in rivals)
+    }
+    for (*_, mode), found in rivals.items():
+        sign = -1.0 if mode == "max" else 1.0
         found.sort(key=lambda one: sign * (one.best or 0.0))
         kept |= {one.name for one in found[: keep_best or 0]}
     return [
@@ -90,6 +94,10 @@ def _chosen(
         and (older_than is None or time.time() - one.started - one.seconds >= older_than)
         and experiment in (None, one.experiment)
     ]
+
+
+def _contest(one: Summary) -> tuple[str, str, str]:
+    return one.experiment, one.goal, one.params.get("goal.mode", "min")
 
 
 def _may_go(keeper: Housekeeper, one: Summary) -> bool:
