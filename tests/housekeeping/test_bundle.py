@@ -54,6 +54,7 @@ def study(root: Path) -> RunFolder:
     tracker.log_artifact(run.run_id, picture, "pictures")
     tracker.set_tags(run.run_id, {DESCRIPTION: "a note of mine", "mlflow.runName": "the best"})
     tracker.models.log_model(run, made[0].artifacts, "best", 20, {"rankzero.model": "best"})
+    tracker.models.log_model(run, made[0].artifacts, "trees", 0, {}, kind="sklearn")
     return made[0]
 
 
@@ -118,6 +119,73 @@ def test_another_run_of_the_name_is_kept(roots: tuple[Path, Path], tmp_path: Pat
     with pytest.raises(UserError, match="another run 'study'"):
         bundle.read(tmp_path / "s.zip", theirs / "runs", "sqlite:///x.db", offline=True)
     assert own.identity.uuid and not (theirs / "runs" / "study-t00").exists()
+
+
+def test_nothing_is_placed_if_a_child_cannot_be(roots: tuple[Path, Path], tmp_path: Path) -> None:
+    mine, theirs = roots
+    bundle.write(study(mine), tmp_path / "s.zip")
+    make_folder(theirs, name="study-t00")
+    with pytest.raises(UserError, match="another run 'study-t00'"):
+        bundle.read(tmp_path / "s.zip", theirs / "runs", "sqlite:///x.db", offline=True)
+    assert not (theirs / "runs" / "study").exists()
+
+
+def test_child_that_is_exported_alone_stands_alone(
+    roots: tuple[Path, Path], tmp_path: Path
+) -> None:
+    mine, theirs = roots
+    study(mine)
+    file, uri = tmp_path / "t.zip", uris.default_tracking_uri(theirs)
+    bundle.write(RunFolder(mine / "runs" / "study-t00"), file)
+    found = bundle.read(file, theirs / "runs", uri, offline=False)
+    assert found.identity.parent is None and mlflow_id(found)
+
+
+def test_second_import_keeps_what_was_changed_since(
+    roots: tuple[Path, Path], tmp_path: Path
+) -> None:
+    mine, theirs = roots
+    file, uri = tmp_path / "s.zip", uris.default_tracking_uri(theirs)
+    bundle.write(study(mine), file)
+    run_id = mlflow_id(bundle.read(file, theirs / "runs", uri, offline=False)) or ""
+    MlflowRuns(uri).set_tags(run_id, {DESCRIPTION: "my own words"})
+    bundle.read(file, theirs / "runs", uri, offline=False)
+    assert MlflowRuns(uri).find_run(run_id).tags[DESCRIPTION] == "my own words"
+
+
+def test_export_takes_no_secret_and_no_run_that_changes(
+    roots: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = "https://me:hunter2@store/x"
+    folder = make_folder(roots[0], secret, name="one", artifact_root=secret)
+    append(folder, started(), ended())
+    bundle.write(folder, tmp_path / "o.zip")
+    with zipfile.ZipFile(tmp_path / "o.zip") as archive:
+        assert not any(b"hunter2" in archive.read(name) for name in archive.namelist())
+    monkeypatch.setattr(bundle, "_write_what_mlflow_has", lambda *_: append(folder, started(2)))
+    with pytest.raises(UserError, match="continued meanwhile"):
+        bundle.write(folder, tmp_path / "p.zip")
+    assert not (tmp_path / "p.zip").exists()
+
+
+@pytest.mark.parametrize("name", [".", "runs/one/events.jsonl", "runs/one/run.json", "bundle.json"])
+def test_other_damage_is_one_message(tmp_path: Path, name: str) -> None:
+    file, one = tmp_path / "d.zip", make_folder(tmp_path / "x", name="one").path / "run.json"
+    manifest = json.dumps({"version": 1, "runs": ["one"]})
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("bundle.json", manifest + " " * (name == "bundle.json") * (1 << 25))
+        archive.writestr(
+            "runs/one/run.json", "{}" if name == "runs/one/run.json" else one.read_text()
+        )
+        if name in (".", "runs/one/events.jsonl"):
+            archive.writestr(name, bytes(1 << 16))
+            content = zipfile.ZipFile.getinfo(archive, name).header_offset
+    if name == "runs/one/events.jsonl":
+        spoiled = bytearray(file.read_bytes())
+        spoiled[content + 30 + len(name)] = 0xFF  # no kind of deflated block
+        file.write_bytes(spoiled)
+    with pytest.raises(UserError):
+        bundle.read(file, tmp_path / "store" / "runs", "sqlite:///x.db", offline=True)
 
 
 LINK = (stat.S_IFLNK | 0o777) << 16

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rankzero.catalog import lookup
+from rankzero.catalog import deleted, lookup
 from rankzero.errors import UserError
 from rankzero.housekeeping.deletion import parts
 from rankzero.mlflow_store import uris
@@ -31,15 +31,20 @@ from rankzero.tracking.open_run import connect
 
 _MANIFEST, _RUNS, _MLFLOW = "bundle.json", "runs", "mlflow"
 # They belong to this machine or this store. The settings with their secrets stay here, too.
-_LOCAL = ("*.lock", "*.live", ".*", "recorder*.json", "delivery*.json", "deleted.txt")
+_LOCAL = ("*.lock", "*.live", ".*", "recorder*.json", "delivery*.json", "deleted.txt", "import.*")
 _WITH_SECRETS = ("run.json", "config.yaml")
+# In a run until MLflow has all of its bundle. A run without it is not imported over.
+_UNFINISHED = "import.unfinished"
+# Files of a bundle that are read as a whole.
+_MAX_JSON = 1 << 24
 # MLflow gives them to each run anew.
 _OWN_TAGS = ("rankzero.uuid", "mlflow.parentRunId")
 
 
 def write(folder: RunFolder, target: Path) -> None:
     """Write a run and its children into a new file. Raises UserError for a run that is used."""
-    for one in parts(folder):
+    sizes = {one: lookup.journal_bytes(one) for one in parts(folder)}
+    for one in sizes:
         if is_written(one) or run_locks.is_recording(one):
             raise UserError(f"{one.path.name} runs, or its delivery does: wait for its end")
         if one.identity.mlflow_run_id is not None:
@@ -50,11 +55,13 @@ def write(folder: RunFolder, target: Path) -> None:
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with zipfile.ZipFile(temporary, "x", strict_timestamps=False) as archive:
-            named = [one.path.name for one in parts(folder)]
+            named = [one.path.name for one in sizes]
             archive.writestr(_MANIFEST, json.dumps({"version": 1, "runs": named}))
-            for one in parts(folder):
+            for one in sizes:
                 _write_folder(archive, one)
                 _write_what_mlflow_has(archive, one)
+        if sizes != {one: lookup.journal_bytes(one) for one in parts(folder)}:
+            raise UserError(f"{folder.path.name} was continued meanwhile: wait for its end")
         temporary.replace(target)
     except OSError as error:
         raise UserError(f"cannot write {target}: {error}") from error
@@ -68,9 +75,9 @@ def _write_folder(archive: zipfile.ZipFile, folder: RunFolder) -> None:
         name = path.relative_to(folder.path)
         if not _is_local(name.parts[0]) and str(name) not in _WITH_SECRETS:
             _add(archive, path, base / name.as_posix())
-    identity = dataclasses.asdict(folder.identity)
-    identity["tracking_uri"] = url_without_secrets(identity["tracking_uri"])
-    archive.writestr(str(base / "run.json"), json.dumps(identity))
+    # The tracking URI and the place of artifacts may hold passwords.
+    identity = url_without_secrets(json.dumps(dataclasses.asdict(folder.identity), indent=1))
+    archive.writestr(str(base / "run.json"), identity)
     redacted = folder.artifacts / folder.config.name
     if redacted.is_file():
         _add(archive, redacted, base / folder.config.name)
@@ -88,11 +95,14 @@ def _write_what_mlflow_has(archive: zipfile.ZipFile, folder: RunFolder) -> None:
         artifacts = Path(temporary, "artifacts")
         tracker.download_artifacts(run_id, artifacts)
         for model in tracker.models.of_run(run):
-            if model.model_type == "pytorch" and model.status == "READY":
+            # Delivering the journal brings the checkpoints.
+            if model.model_type != "checkpoint" and model.status == "READY":
                 to = Path(temporary, "models", str(len(models)))
                 tracker.models.download_checkpoint(model.model_id, to)
                 step = int(model.tags.get("rankzero.step", "0"))
-                models.append({"name": model.name, "step": step, "tags": dict(model.tags)})
+                kind = model.model_type or ""
+                fields = {"name": model.name, "kind": kind, "step": step, "tags": dict(model.tags)}
+                models.append(fields)
         download.require_plain_files(Path(temporary))
         for path in _files(Path(temporary)):
             _add(archive, path, base / path.relative_to(temporary).as_posix())
@@ -108,8 +118,13 @@ def read(file: Path, runs: Path, tracking_uri: str, *, offline: bool) -> RunFold
     aside = removal.workplace(runs, "import")
     try:
         named = _unpack(file, aside)
-        folders = [_placed(aside / _RUNS / name, runs, tracking_uri) for name in named]
-        if not offline:
+        # All are checked before the first is placed: half a study would be neither old nor new.
+        folders = [_checked(aside / _RUNS / name, runs) for name in named]
+        for folder in folders:
+            if not folder.path.exists():
+                _place(aside / _RUNS / folder.path.name, folder, tracking_uri, named)
+        late = [one for one in folders if (one.path / _UNFINISHED).exists()]
+        if late and not offline:
             uris.prepare_store(tracking_uri)
             sync.deliver(folders[0])
             found = delivery_status.combined_status(folders[0])
@@ -118,8 +133,9 @@ def read(file: Path, runs: Path, tracking_uri: str, *, offline: bool) -> RunFold
                     f"MLflow lacks a part of {named[0]} ({found.error or 'no answer'}): import it "
                     "again later, which continues"
                 )
-            for folder in folders:
+            for folder in late:
                 _deliver_what_mlflow_had(folder, aside / _MLFLOW / folder.path.name)
+                (folder.path / _UNFINISHED).unlink()
         return folders[0]
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -129,11 +145,15 @@ def _unpack(file: Path, aside: Path) -> list[str]:
     """Unpack the archive into a new folder; return the names of its runs, the parent first."""
     try:
         with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+            for one in members:
+                is_read = one.filename.endswith(".json") and one.filename.count("/") <= 2
+                if is_read and one.file_size > _MAX_JSON:
+                    raise ValueError(f"its {one.filename[:100]!r} has {one.file_size:,} bytes")
             fields = json.loads(archive.read(_MANIFEST))
             named = fields["runs"] if fields["version"] == 1 else []
-            if not named or not all(map(names.is_plain, named)):
+            if not named or not all(map(names.is_plain, named)) or len({*named}) < len(named):
                 raise ValueError("its list of runs is of another version, or damaged")
-            members = archive.infolist()
             _require_space(sum(one.file_size for one in members), aside.parent)
             for one in members:
                 target = aside / _plain(one, named)
@@ -143,7 +163,7 @@ def _unpack(file: Path, aside: Path) -> list[str]:
                 with archive.open(one) as source, target.open("xb") as copy:
                     shutil.copyfileobj(source, copy, 1 << 20)
             return list(named)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, zipfile.BadZipFile) as error:
+    except Exception as error:  # each kind of damage and of compression raises another one
         raise UserError(f"{file} cannot be imported: {error}") from error
 
 
@@ -161,29 +181,36 @@ def _plain(member: zipfile.ZipInfo, named: list[str]) -> Path:
     return Path(path)
 
 
-def _placed(unpacked: Path, runs: Path, tracking_uri: str) -> RunFolder:
-    """Move an unpacked run to the others; return its folder. Children come after their parent."""
-    read = RunFolder(unpacked).identity
-    folder = RunFolder(runs / unpacked.name)
+def _checked(unpacked: Path, runs: Path) -> RunFolder:
+    """Return the folder of an unpacked run among the others. Raises UserError if it cannot be."""
+    read, folder = RunFolder(unpacked).identity, RunFolder(runs / unpacked.name)
+    names.check_experiment(read.experiment)
     if read.name != unpacked.name:
         raise UserError(f"the bundle's run {unpacked.name!r} calls itself {read.name!r}")
-    if folder.path.exists():
-        if folder.identity.uuid == read.uuid:
-            return folder
+    if folder.path.exists() and folder.identity.uuid != read.uuid:
         raise UserError(f"there is another run {folder.path.name!r} already in {runs}")
+    if folder.path.exists() and deleted.is_hidden(folder):
+        raise UserError(f"{read.name} is deleted: `rankzero delete --restore {read.name}`")
+    return folder
+
+
+def _place(unpacked: Path, folder: RunFolder, tracking_uri: str, named: list[str]) -> None:
+    """Move an unpacked run to the others. Children come after their parent."""
+    read = RunFolder(unpacked).identity
     identity = Identity(
         name=read.name,
         uuid=read.uuid,
         experiment=read.experiment,
         tracking_uri=tracking_uri,
         artifact_root=uris.artifact_root(tracking_uri),
-        experiment_file=download.file_here(_relative(read), runs.parent),
+        experiment_file=download.file_here(_relative(read), folder.path.parent.parent),
         project_dir=str(Path.cwd()),
-        parent=read.parent,
+        # A child that was exported alone stands alone: it would wait for its parent for ever.
+        parent=read.parent if read.parent in named else None,
     )
     RunFolder(unpacked).write_identity(identity)
+    (unpacked / _UNFINISHED).touch()
     unpacked.rename(folder.path)
-    return folder
 
 
 def _relative(identity: Identity) -> str | None:
@@ -206,7 +233,7 @@ def _deliver_what_mlflow_had(folder: RunFolder, source: Path) -> None:
     for number, model in enumerate(known["models"]):
         if model["name"] not in there:
             files = source / "models" / str(number)
-            tracker.models.log_model(run, files, model["name"], model["step"], model["tags"])
+            tracker.models.log_model(run, files, **model)
     tracker.set_tags(run_id, known["tags"])
 
 
@@ -217,6 +244,7 @@ def _mlflow_fields(source: Path) -> dict[str, Any]:
         models = [
             {
                 "name": str(one["name"]),
+                "kind": str(one.get("kind", "pytorch")),
                 "step": int(one["step"]),
                 "tags": {str(key): str(value) for key, value in one["tags"].items()},
             }

@@ -83,14 +83,20 @@ class MlflowModels:
         return destination
 
     def log_model(
-        self, run: RunRecord, folder: Path, name: str, step: int, tags: Mapping[str, str]
+        self,
+        run: RunRecord,
+        folder: Path,
+        name: str,
+        step: int,
+        tags: Mapping[str, str],
+        kind: str = "pytorch",
     ) -> str:
         """Upload a model that `save_pytorch` saved and return its id.
 
         ``mlflow.pytorch.load_model("models:/<id>")`` loads it. Deletes what an interrupted upload
         of this name left.
         """
-        for left in self._models(run, "pytorch"):
+        for left in self._models(run, kind):
             if left.name == name and left.status != "READY":
                 self.delete_checkpoint(left.model_id)
         model = self._client.create_logged_model(
@@ -98,7 +104,7 @@ class MlflowModels:
             name=name,
             source_run_id=run.run_id,
             tags=dict(tags),
-            model_type="pytorch",
+            model_type=kind,
         )
         self._locations.of_model(model).upload_folder(folder)
         self._client.finalize_logged_model(model.model_id, "READY")
