@@ -65,7 +65,8 @@ class Housekeeper:
             return (
                 f"MLflow lacks {lacks}: rankzero sync {folder.path.name}, or --discard-undelivered"
             )
-        versions = [version for one in parts(folder) for version in self._registered(one)]
+        known = map(self._in_mlflow, parts(folder))
+        versions = [one for store, run_id in known if store for one in store.registered(run_id)]
         if versions:
             return f"its files are registered as {', '.join(versions)}: delete that version first"
         return None
@@ -73,9 +74,8 @@ class Housekeeper:
     def bytes(self, folder: RunFolder) -> int:
         """Return what `free` frees here: of the run, its children, and MLflow's local files."""
         places = [one.path for one in parts(folder)]
-        for one in parts(folder):
-            store, run_id = self._store(one), lookup.mlflow_id(one)
-            if store is not None and run_id is not None and store.is_local:
+        for store, run_id in map(self._in_mlflow, parts(folder)):
+            if store is not None and store.is_local:
                 places += store.places(run_id)
         return removal.size(places)
 
@@ -83,17 +83,17 @@ class Housekeeper:
         """Delete a run and its children, restorable until `free`."""
         # The run first: its children are hidden with it, whatever happens next.
         for one in parts(folder):
-            store, run_id = self._store(one), lookup.mlflow_id(one)
-            if store is not None and run_id is not None:
+            store, run_id = self._in_mlflow(one)
+            if store is not None:
                 store.delete(run_id)
-            if one == folder and not self._in_embedded_store(folder):
+            if one == folder and run_id not in deleted.read_store(folder.path.parent).runs:
                 mark(folder)
 
     def restore(self, folder: RunFolder) -> None:
         """Bring a deleted run and its children back. Raises UserError if MLflow erased it."""
         for one in reversed(parts(folder)):
-            store, run_id = self._store(one), lookup.mlflow_id(one)
-            there = store is None or run_id is None or store.restore(run_id)
+            store, run_id = self._in_mlflow(one)
+            there = store is None or store.restore(run_id)
             if one == folder and not there:
                 raise UserError(
                     f"MLflow has erased {folder.path.name}; its folder {folder.path} stays until "
@@ -107,8 +107,8 @@ class Housekeeper:
         Return False if somebody has restored the run. Raises UserError if somebody uses it.
         """
         with _alone(folder) as unused:
-            store, run_id = self._store(folder), lookup.mlflow_id(folder)
-            is_active = store is not None and run_id is not None and store.is_active(run_id)
+            store, run_id = self._in_mlflow(folder)
+            is_active = store is not None and store.is_active(run_id)
             # Somebody may have restored or registered it since the question was asked.
             if unused and (is_active or not deleted.is_hidden(folder)):
                 folder.deleted.unlink(missing_ok=True)
@@ -121,8 +121,8 @@ class Housekeeper:
             _forget_study(folder)
             # The run last: until then it has its children, and another call finds all of them.
             for one in reversed(parts(folder)):
-                store, run_id = self._store(one), lookup.mlflow_id(one)
-                if store is not None and run_id is not None and store.is_local:
+                store, run_id = self._in_mlflow(one)
+                if store is not None and store.is_local:
                     store.erase(run_id)
                 removal.remove(one)
         return True
@@ -131,32 +131,22 @@ class Housekeeper:
         """Mark the runs that somebody deleted on their server. Others are not asked about."""
         gone: dict[str, set[str]] = {}
         for folder in folders:
-            uri, store = folder.identity.tracking_uri, self._store(folder)
+            uri, (store, run_id) = folder.identity.tracking_uri, self._in_mlflow(folder)
             if store is not None and uri != _embedded(folder):
                 gone[uri] = gone[uri] if uri in gone else store.deleted()
-                if lookup.mlflow_id(folder) in gone[uri]:
+                if run_id in gone[uri]:
                     mark(folder)
 
-    def _registered(self, folder: RunFolder) -> list[str]:
-        store, run_id = self._store(folder), lookup.mlflow_id(folder)
-        return [] if store is None or run_id is None else store.registered(run_id)
-
-    def _store(self, folder: RunFolder) -> MlflowDeletion | None:
-        """Return the run's store, or None if its MLflow never had the run."""
-        if lookup.mlflow_id(folder) is None:
-            return None
-        uri = folder.identity.tracking_uri
+    def _in_mlflow(self, folder: RunFolder) -> tuple[MlflowDeletion | None, str]:
+        """Return the run's store, or None if its MLflow never had the run, and the run's id."""
+        run_id, uri = lookup.mlflow_id(folder), folder.identity.tracking_uri
         path = uris.sqlite_path(uri)
         # A database that is gone would be made anew.
-        if path is not None and not path.exists():
-            return None
+        if run_id is None or (path is not None and not path.exists()):
+            return None, ""
         if uri not in self._stores:
             self._stores[uri] = connect(uri).deletion
-        return self._stores[uri]
-
-    def _in_embedded_store(self, folder: RunFolder) -> bool:
-        store = deleted.read_store(folder.path.parent)
-        return (lookup.mlflow_id(folder) or "") in store.runs
+        return self._stores[uri], run_id
 
 
 def mark(folder: RunFolder) -> None:
