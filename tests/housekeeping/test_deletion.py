@@ -236,6 +236,15 @@ def test_run_that_ended_in_a_living_process_is_restored(root: Path, here: Here) 
     assert here("delete", "--restore", "one")[0] == 0 and names(root) == {"one"}
 
 
+def test_name_that_two_runs_have_deletes_neither(root: Path, here: Here) -> None:
+    run_id = mlflow_id(finished(root, "one")) or ""
+    two = mlflow_id(finished(root, "two"))
+    store(root).set_tags(run_id, {"mlflow.runName": "two"})
+    code, output = here("delete", "two", "--yes")
+    assert code == 2 and "give the MLflow run id" in output and names(root) == {"one", "two"}
+    assert here("delete", two, "--yes")[0] == 0 and names(root) == {"one"}
+
+
 def test_registered_model_keeps_its_run(root: Path, here: Here) -> None:
     folder = finished(root, "one")
     tracker = store(root)

@@ -40,7 +40,14 @@ def run(arguments: argparse.Namespace) -> int:
         lookup.require(runs, name, among_deleted=arguments.restore)
         for name in dict.fromkeys(arguments.run_names)
     ]
+    known = lookup.listed(runs, among_deleted=arguments.restore)
     for folder in wanted:
+        name = folder.path.name
+        # MLflow shows that name for the other one, so a person may mean either.
+        if name in arguments.run_names and any(
+            one.shown_name == name and one.folder != folder for one in known
+        ):
+            raise UserError(f"another run has the name {name} in MLflow: give the MLflow run id")
         if folder.identity.parent is not None:
             raise UserError(
                 f"{folder.path.name} belongs to {folder.identity.parent}: name that run"
