@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,6 +65,26 @@ def test_tasks_of_a_slurm_step_are_machines_of_one_run() -> None:
 def test_one_task_and_the_script_of_a_job_are_no_step_of_many(changes: dict[str, None]) -> None:
     environ = {key: value for key, value in (STEP | changes).items() if value is not None}
     assert machines.of_slurm(environ) is None
+
+
+@pytest.mark.parametrize("tasks", ["2", "8"])
+def test_a_shell_of_srun_pty_is_one_machine(tasks: str) -> None:
+    assert machines.of_slurm(STEP | {"SLURM_STEP_NUM_TASKS": tasks}, typed=True) is None
+
+
+@pytest.mark.parametrize(("shell", "typed"), [(["bash", "-ic"], True), (["bash", "-c"], False)])
+def test_a_command_of_an_interactive_shell_is_typed(shell: list[str], typed: bool) -> None:
+    code = "from rankzero.launch import machines; print('typed', machines.is_typed())"
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execvp(shell[0], [*shell, f'{sys.executable} -c "{code}"; true'])  # noqa: S606
+    output = b""
+    with contextlib.suppress(OSError):  # the terminal has closed
+        while part := os.read(terminal, 1024):
+            output += part
+    os.close(terminal)
+    os.waitpid(child, 0)
+    assert f"typed {typed}".encode() in output
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,8 @@ def machines_of(arguments: argparse.Namespace) -> Machines:
         "settings": config.parse_assignments(word for word in words if word.strip()),
     }
     given = {name: value for name, value in given.items() if value}
-    if arguments.nnodes is None and (step := machines.of_slurm(os.environ)):
+    typed = machines.is_typed()
+    if arguments.nnodes is None and (step := machines.of_slurm(os.environ, typed=typed)):
         number = number if endpoint else step.number
         return machines.meet(dataclasses.replace(step.machines, **given), number)
     least, most = arguments.nnodes or (1, 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import ipaddress
+import os
 import re
 import socket
 import time
@@ -119,12 +120,14 @@ class Step(NamedTuple):
     number: int
 
 
-def of_slurm(environ: Mapping[str, str]) -> Step | None:
+def of_slurm(environ: Mapping[str, str], *, typed: bool = False) -> Step | None:
     """Return the machines of this Slurm step, or None if this command is the only one of it.
 
-    Raises UserError for a step with several tasks on a machine.
+    `typed`: see `is_typed`. Raises UserError for a step with several tasks on a machine.
     """
-    if "SLURM_STEP_ID" not in environ:  # the script of a job, which is no task
+    # The script of a job is no task. The first task of `srun --pty` may be a shell. Those of the
+    # other tasks have no terminal, and have ended.
+    if "SLURM_STEP_ID" not in environ or typed:
         return None
     try:
         tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"])
@@ -149,6 +152,11 @@ def of_slurm(environ: Mapping[str, str]) -> Step | None:
     # Below the ports that Linux gives to clients.
     port = 20_000 + zlib.crc32(job.encode()) % 10_000
     return Step(Machines(nodes, nodes, f"{first}:{port}", job, None), number)
+
+
+def is_typed() -> bool:
+    """Return whether a shell with a terminal runs this command, as one of its own jobs."""
+    return os.isatty(0) and os.getpgrp() != os.getsid(0)
 
 
 def first_host(listed: str) -> str:
