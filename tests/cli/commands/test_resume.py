@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
+from pathlib import Path
 
 import pytest
 
 from rankzero import ConfigError, Experiment, Train
+from rankzero.cli.commands import resume
+from rankzero.launch.machines import Machines
 from rankzero.launch.request import with_changes
+from rankzero.run_store import checkpoint_files
 from support.commands import TINY, Command, last_end, losses
 
 
@@ -47,3 +53,14 @@ def test_steps_decide_unless_they_are_unset() -> None:
     # A program that passes both, as `rankzero.train(Digits(train=Train(steps=9)))` does.
     both = with_changes(Experiment(), {"train.epochs": "10", "train.steps": "9"})
     assert both.train.steps == 9
+
+
+@pytest.mark.parametrize(("machines", "nproc"), [(Machines(2, 2), 4), (Machines(1, 2), None)])
+def test_a_range_of_machines_keeps_the_default_number_of_processes(
+    machines: Machines, nproc: int | None, tmp_path: Path
+) -> None:
+    fields = {"step": 1, "metrics": {}, "best": False, "files": {}, "world_size": 8, "format": 1}
+    (tmp_path / checkpoint_files.MANIFEST).write_text(json.dumps(fields))
+    arguments = argparse.Namespace(nproc=None)
+    resume._set_processes(tmp_path, arguments, machines)
+    assert arguments.nproc == nproc

@@ -13,6 +13,7 @@ from rankzero.cli import launch_run, options
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment, Train
 from rankzero.launch import agent
+from rankzero.launch.machines import Machines
 from rankzero.launch.request import with_changes, with_secrets, write_config
 from rankzero.mlflow_store import uris
 from rankzero.reporting import run_facts
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
             experiment = with_changes(class_of(folder, arguments.dir)(), changes)
         else:
             experiment = _experiment(folder, arguments)
-            _set_processes(_require_checkpoint(folder, offline), arguments, machines.most)
+            _set_processes(_require_checkpoint(folder, offline), arguments, machines)
         topology = launch_run.topology_of(arguments, experiment.train, machines)
         if not joins:
             if not offline:
@@ -143,15 +144,21 @@ def _total_steps(saved: Train, changed: Train, facts: Facts) -> float:
     return math.inf
 
 
-def _set_processes(checkpoint_path: Path, arguments: argparse.Namespace, machines: int) -> None:
-    """Set --nproc to the previous attempt's number of processes, unless the user or the GPUs do."""
+def _set_processes(
+    checkpoint_path: Path, arguments: argparse.Namespace, machines: Machines
+) -> None:
+    """Set --nproc to the previous attempt's number of processes, unless the user or the GPUs do.
+
+    Nor for MIN:MAX machines: nobody knows how many of them trained.
+    """
     from rankzero.training.distributed.device import gpu_count
 
     # The same number of processes sums gradients in the same order, so results stay identical.
     before = checkpoint_files.read_manifest(checkpoint_path).world_size
-    if arguments.nproc is not None or before is None or before % machines:
+    count = machines.most
+    if arguments.nproc is not None or before is None or machines.least < count or before % count:
         return
-    processes, gpus = before // machines, gpu_count()
+    processes, gpus = before // count, gpu_count()
     if 0 < gpus < processes:
         print(
             f"note: {before} processes trained before, and this machine has {gpus} GPUs: results "
