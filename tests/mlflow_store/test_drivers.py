@@ -60,14 +60,20 @@ def test_a_missing_client_of_an_object_store_is_named(
     drivers.require_client("mlflow-artifacts:/1/abc/artifacts")
 
 
-def test_an_unknown_database_is_refused() -> None:
-    with pytest.raises(UserError, match="no database that SQLAlchemy knows"):
-        drivers.require_driver("mysql+nonsense://host/db")
+@pytest.mark.parametrize("uri", ["mysql+nonsense://host/db", "mysql://me:hunter2@host:port/db"])
+def test_an_unknown_database_is_refused(uri: str) -> None:
+    with pytest.raises(UserError, match="no database that SQLAlchemy knows") as raised:
+        drivers.require_driver(uri)
+    assert "hunter2" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("root", "says"),
-    [(None, "set MLFLOW_DEFAULT_ARTIFACT_ROOT"), ("./mlruns", "write an absolute path")],
+    [
+        (None, "set MLFLOW_DEFAULT_ARTIFACT_ROOT"),
+        ("./mlruns", "write an absolute path"),
+        ("mlflow-artifacts:/", "is a place of MLflow's server"),
+    ],
 )
 def test_a_database_needs_an_artifact_root(
     root: str | None,
@@ -97,3 +103,8 @@ def test_experiments_of_a_database_are_in_its_artifact_root(
     here.setenv(drivers.ARTIFACT_ROOT, str(tmp_path / "shared"))
     found = store._client.get_run(store.open_run(run, T0).run_id)
     assert found.info.artifact_uri.startswith(str(tmp_path / "shared" / "rooted"))
+    # The experiment keeps its place, so nothing asks for the variable again.
+    here.delenv(drivers.ARTIFACT_ROOT)
+    drivers.require_place(postgres, None, "rooted")
+    with pytest.raises(UserError, match=drivers.ARTIFACT_ROOT):
+        drivers.require_place(postgres, None, "another")

@@ -234,14 +234,15 @@ def identity_for(arguments: argparse.Namespace, name: str) -> Identity:
     path, _ = experiment_file.split(arguments.experiment)
     uri = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
     root = uris.artifact_root(uri)
+    in_environment = os.environ.get("MLFLOW_EXPERIMENT_NAME")
+    experiment = arguments.experiment_name or in_environment or path.stem
     if not arguments.offline:
         uris.prepare_store(uri)
-        drivers.require_artifact_root(uri, root)
-    in_environment = os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        drivers.require_place(uri, root, experiment)
     return Identity(
         name=name,
         uuid=secrets.token_hex(16),
-        experiment=arguments.experiment_name or in_environment or path.stem,
+        experiment=experiment,
         tracking_uri=uri,
         artifact_root=root,
         experiment_file=absolute(arguments.experiment),

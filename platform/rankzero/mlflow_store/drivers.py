@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import urllib.parse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rankzero.errors import UserError
 from rankzero.redaction.text import url_without_secrets
 
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
 ARTIFACT_ROOT = "MLFLOW_DEFAULT_ARTIFACT_ROOT"
 """MLflow's own variable: its server reads it for the same purpose."""
+_CONNECT_SECONDS = 3.0
 _DATABASES = ("postgresql", "mysql", "mssql")
 # For each scheme: the module that MLflow's client imports, and the packages to install.
 _CLIENTS = {
@@ -47,7 +53,7 @@ def require_driver(database: str) -> None:
     shown = url_without_secrets(database)
     try:
         make_url(database).get_dialect().import_dbapi()
-    except ArgumentError as error:
+    except (ArgumentError, ValueError) as error:  # the second for a port that is no number
         raise UserError(f"{shown} is no database that SQLAlchemy knows: {error}") from error
     except ImportError as error:
         name = error.name or str(error)
@@ -57,12 +63,12 @@ def require_driver(database: str) -> None:
         ) from error
 
 
-def connect(database: str, seconds: float) -> None:
-    """Connect to a database, and disconnect. Raises SQLAlchemy's error if it does not answer."""
+def connect(database: str, seconds: float) -> Connection:
+    """Connect to a database. Raises SQLAlchemy's error if it does not answer."""
     from sqlalchemy import create_engine
 
     waits = {} if database.startswith("mssql") else {"connect_timeout": round(seconds)}
-    create_engine(database, connect_args=waits).connect().close()
+    return create_engine(database, connect_args=waits).connect()
 
 
 def require_client(location: str) -> None:
@@ -77,6 +83,22 @@ def require_client(location: str) -> None:
         )
 
 
+def require_place(tracking_uri: str, root: str | None, experiment: str) -> None:
+    """Raise UserError if neither the artifact root nor the experiment says where artifacts go."""
+    try:
+        require_artifact_root(tracking_uri, root)
+    except UserError:
+        # An experiment that is there keeps its place, whatever the root. MLflow's client would make
+        # the tables of an empty database, with artifacts in ./mlruns.
+        from sqlalchemy import text
+
+        query = text("SELECT 1 FROM experiments WHERE name = :name")
+        with contextlib.suppress(Exception), connect(tracking_uri, _CONNECT_SECONDS) as store:
+            if store.execute(query, {"name": experiment}).first() is not None:
+                return
+        raise
+
+
 def require_artifact_root(tracking_uri: str, root: str | None) -> None:
     """Raise UserError if a database has no artifact root `root` that other machines understand."""
     if not is_database(tracking_uri):
@@ -89,7 +111,13 @@ def require_artifact_root(tracking_uri: str, root: str | None) -> None:
             f"set {ARTIFACT_ROOT} to a place that all machines reach, such as s3://bucket/path or "
             "/shared/folder, or use a server's http:// address"
         )
-    if not (urllib.parse.urlsplit(root).scheme or Path(root).is_absolute()):
+    parts = urllib.parse.urlsplit(root)
+    if parts.scheme == "mlflow-artifacts" and not parts.netloc:
+        raise UserError(
+            f"{ARTIFACT_ROOT}={root} is a place of MLflow's server, and {shown} is used without "
+            "one: name a place such as s3://bucket/path, or use the server's http:// address"
+        )
+    if not (parts.scheme or Path(root).is_absolute()):
         raise UserError(
             f"{ARTIFACT_ROOT}={root} is another folder in each process: write an absolute path"
         )

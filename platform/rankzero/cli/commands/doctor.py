@@ -153,7 +153,7 @@ def _check_database(uri: str, artifact_root: str | None, timeout: float) -> str:
 
     drivers.require_driver(uri)
     drivers.require_artifact_root(uri, artifact_root)
-    drivers.connect(uri, timeout)
+    drivers.connect(uri, timeout).close()
     return ""
 
 

@@ -73,7 +73,7 @@ def track(
     offline = is_offline(offline)
     if not offline:
         uris.prepare_store(uri)
-        drivers.require_artifact_root(uri, uris.artifact_root(uri))
+        drivers.require_place(uri, uris.artifact_root(uri), experiment)
     identity = _identity(experiment, name, uri, root / "runs")
     open_log = functools.partial(_open_log, root / "runs", mine, offline=offline)
     return TrackedRun(
