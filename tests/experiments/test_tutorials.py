@@ -200,7 +200,10 @@ def test_schedule_decays_after_each_epoch(name: str) -> None:
     experiment = short(name)
     steps_per_epoch = 1437 // 8
     job, _ = build(experiment, World(Ranks(), torch.device("cpu")))
-    factors = [job.lr_factors(step) for step in (0, 178, 179, 2 * steps_per_epoch)]
+    factors = [
+        experiment.schedule(step, job.total_steps, job.progress(step, training=True))
+        for step in (0, 178, 179, 2 * steps_per_epoch)
+    ]
     assert factors == [1.0, 1.0, 0.7, pytest.approx(0.49)]
 
 

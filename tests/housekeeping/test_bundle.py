@@ -226,7 +226,11 @@ def test_damaged_archive_is_one_message(roots: tuple[Path, Path], tmp_path: Path
     bundle.write(study(mine), file)
     whole = file.read_bytes()
     spoiled = bytearray(whole)
-    spoiled[len(whole) // 3] ^= 1
+    with zipfile.ZipFile(file) as archive:
+        largest = max(archive.infolist(), key=lambda member: member.compress_size)
+        following = [m.header_offset for m in archive.infolist()] + [archive.start_dir]
+    end = min(offset for offset in following if offset > largest.header_offset)
+    spoiled[end - largest.compress_size // 2] ^= 1  # amid its content
     for content in (b"", b"no archive", whole[: len(whole) // 2], bytes(spoiled)):
         file.write_bytes(content)
         with pytest.raises(UserError, match="cannot be imported"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,7 @@ def test_machines_meet_although_their_own_names_are_loopback_addresses(
         (*NAMESPACES, SCRIPT, "bash", *program),
         check=False,
         cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         timeout=200,
         capture_output=True,
         text=True,

@@ -159,9 +159,9 @@ def test_uris_recorder_and_sync_import_no_mlflow() -> None:
 
 def search_in(root: Path) -> argparse.Namespace:
     """Return the arguments of a search with a server's runs and a study below `root`."""
-    numbers = dict.fromkeys(("minutes", "trials", "trial_minutes", "silence_seconds", "parallel"))
+    names = ("minutes", "trials", "trial_minutes", "silence_seconds", "parallel", "price", "nproc")
     return argparse.Namespace(
-        **numbers,
+        **dict.fromkeys(names),
         seeds=3,
         objective="time",
         tolerance=0.1,
