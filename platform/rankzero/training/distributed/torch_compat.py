@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.optim import zero_redundancy_optimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
@@ -73,6 +72,9 @@ def no_foreign_objects() -> Iterator[None]:
     They unpickle what arrives, and gloo does not check who sent it: another user of the machine
     could run code in this process.
     """
+    # Late: it imports sympy and FSDP, half a second that most trainings need not spend.
+    from torch.distributed.optim import zero_redundancy_optimizer
+
     distributed: Any = dist.distributed_c10d
     zero: Any = zero_redundancy_optimizer
     before = distributed._unpickler, zero._broadcast_object
