@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from harness import machine, rankzero
-from pieces import device, environment
+from pieces import device
 
 from rankzero.events import Noticed, RunEnded, StepsLogged, SystemSampled
 from rankzero.run_store.folder import RunFolder
@@ -53,9 +53,7 @@ def train(folder: Path, name: str, *words: object) -> RunFolder:
 
 def call(folder: Path, command: Sequence[str]) -> str:
     """Run a command; return its output. Raises RuntimeError with its end if it fails."""
-    done = subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"exit {done.returncode}: {done.stdout[-1500:]}{done.stderr[-1500:]}")
     return done.stdout
@@ -99,7 +97,6 @@ def exact_resume(folder: Path) -> dict[str, Any]:
     with subprocess.Popen(
         command,
         cwd=folder,
-        env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     ) as process:

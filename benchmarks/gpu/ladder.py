@@ -3,13 +3,15 @@
     benchmarks/gpu/run_all.sh starts it: ladder.py ResNet18|Gpt OUT [--seconds 8]
 
 Real commands, alternating: bare, tracked, tracked, bare. A first bare run, which does not count,
-finds how many steps take `--seconds` and fills the caches of the compiler. Six minutes a workload.
+finds how many steps take `--seconds` and fills the caches of the compiler. Planned: six
+minutes a workload.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import interval, machine, rankzero, ratios, run
-from pieces import device, environment
+from pieces import device
 
 from rankzero.events import StepsLogged, SystemSampled
 from rankzero.metric_names import SPEED
@@ -43,7 +45,7 @@ def bare(folder: Path, name: str, rung: tuple[str, int], steps: int) -> float:
         str(steps),
         str(out),
     ]
-    run(words, environment(), folder)
+    run(words, os.environ, folder)
     return float(json.loads(out.read_text())["steps_per_second"])
 
 
@@ -60,7 +62,7 @@ def tracked(folder: Path, name: str, rung: tuple[str, int], steps: int) -> dict[
     }
     label = f"{rung[0]}-{rung[1]}-{len(list(folder.glob('mlruns/runs/*')))}"
     words = rankzero("train", f"{HERE / 'models.py'}:{name}", "--nproc", 1, "--name", label)
-    run([*words, *(f"{key}={value}" for key, value in settings.items())], environment(), folder)
+    run([*words, *(f"{key}={value}" for key, value in settings.items())], os.environ, folder)
     found = RunFolder(folder / "mlruns" / "runs" / label)
     times: list[float] = []
     reported: dict[str, list[float]] = {}

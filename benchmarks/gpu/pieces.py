@@ -1,14 +1,10 @@
-"""What the pieces share: the GPU's name and driver, and the environment of their commands."""
+"""What the pieces share: the GPU's name and driver."""
 
 from __future__ import annotations
 
-import os
 import subprocess
-from pathlib import Path
 
 import torch
-
-HERE = Path(__file__).parent
 
 
 def device() -> dict[str, str]:
@@ -23,9 +19,3 @@ def device() -> dict[str, str]:
         "cudnn": str(torch.backends.cudnn.version()),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
     }
-
-
-def environment() -> dict[str, str]:
-    """Return the environment in which a workload and the harness can be imported."""
-    path = [str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that only a GPU shows, in one command: half an hour, in pieces of at most ten minutes.
+# Everything that only a GPU shows, in one command. Each piece is stopped after ten minutes.
 #
 #     benchmarks/gpu/run_all.sh [OUT] [PIECE ...]      # default: results/gpu, all pieces
 #     RANKZERO_SMALL=1 benchmarks/gpu/run_all.sh /tmp/out checks     # a trial on a CPU

@@ -58,11 +58,14 @@ VERBS = {
         "report on a run or a search, or compare two runs", "rankzero report digits-a digits-b"
     ),
     "delete": Verb(
-        "delete runs here and in MLflow; they can be restored", "rankzero delete brisk-otter-412"
+        "delete runs here and in MLflow; they can be restored",
+        "rankzero delete brisk-otter-412",
+        module="rankzero.cli.housekeeping.delete",
     ),
     "prune": Verb(
         "delete old runs that are not among the best, and free the disk of deleted ones",
         "rankzero prune --keep-best 5 --older-than 30d --dry-run",
+        module="rankzero.cli.housekeeping.prune",
     ),
     "logs": Verb(
         "show what a run's ranks printed, or follow a running one",
@@ -75,7 +78,7 @@ VERBS = {
     "import": Verb(
         "take over a run that `rankzero export --bundle` wrote",
         "rankzero import brisk-otter-412.zip",
-        module="rankzero.cli.import_bundle",
+        module="rankzero.cli.housekeeping.import_bundle",
     ),
     "register": Verb(
         "put a run's best model into MLflow's model registry", "rankzero register digits-a digits"

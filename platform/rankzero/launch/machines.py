@@ -15,7 +15,7 @@ import socket
 import time
 import zlib
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -181,25 +181,29 @@ def _route(host: str, port: int, seconds: float) -> tuple[str | None, str]:
 
     Waits at most `seconds` for a name that nobody knows yet. Raises UserError then.
     """
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-            break
-        except (OSError, UnicodeError) as error:
-            if seconds == 0.0:
-                return None, host
-            if time.monotonic() >= until:
-                raise UserError(
-                    f"--rdzv-endpoint: no machine is called {host} ({error})"
-                ) from error
-            time.sleep(0.5)
+    try:
+        found = _addresses(host, port, seconds)
+    except (OSError, UnicodeError) as error:
+        if seconds == 0.0:
+            return None, host
+        raise UserError(f"--rdzv-endpoint: no machine is called {host} ({error})") from error
     for family, kind, protocol, _, address in found:
         # Connecting a datagram socket chooses the route, and sends nothing.
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0]), str(address[0])
     raise UserError(f"this machine has no route to {host}, which --rdzv-endpoint names")
+
+
+def _addresses(host: str, port: int, seconds: float) -> list[Any]:
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        except (OSError, UnicodeError):
+            if time.monotonic() >= until:
+                raise
+            time.sleep(0.5)
 
 
 def _is_loopback(host: str) -> bool:

@@ -182,8 +182,7 @@ def _probe(setup: SearchSetup, run: StudyRun) -> Probe:
 def _help(setup: SearchSetup, study: Study) -> SearchOutcome:
     """Do trials of a study that another process leads, until the budget is spent."""
     leader = members.leader(study).partition("/")[0]  # the host's name
-    waiting = "waiting until it has trained your own configuration"
-    setup.notify(f"{leader} leads this study: {waiting}")
+    setup.notify(f"{leader} leads this study: waiting until it has trained your own configuration")
     await_facts(study, (SPACE, FIRST, _PARENT, TARGET))
     space = check_space(study, setup.space, setup.options)
     # If both deliver to the same MLflow, this process's run is a child of the study's.
@@ -238,29 +237,14 @@ def _report(
     run: StudyRun,
 ) -> str:
     """Write the verdict and its evidence into the run and the study; return it as sentences."""
-    trials, facts, goal = study.trials(), study.facts, space.reference.goal
-    sign = 1 if goal.mode == "max" else -1
-    qualities = [(one.number, float(one.facts["best"])) for one in trials if "best" in one.facts]
-    closest = max(qualities, key=lambda pair: sign * pair[1], default=None)
+    trials, goal = study.trials(), space.reference.goal
     chosen = trials[verdict.winner.trial].parameters
-    text = sentence(
-        verdict,
-        goal,
-        facts.get(TARGET),
-        facts[SECONDS],
-        closest,
-        edges=space.at_edge(chosen),
-        disturbed=len(facts.get(DISTURBED, ())),
-    )
-    if setup.options.sampler == "grid" and (left := study.untried_cells()):
-        text += f" The grid has {len(left)} cells that were not tried, such as {left[0]}."
-    text = " ".join([text, *devices.sentences()])
+    text = " ".join([_sentence(setup, space, study, verdict), *devices.sentences()])
     for name, columns, rows in devices.tables():
         run.write_table(name, columns, rows)
     tables = [texts_markdown(columns, rows) for _, columns, rows in devices.tables()]
-    sweet_spot = space.experiment(chosen)
     run.write_trials(trials)
-    run.write("sweet_spot.yaml", sweet_spot_yaml(sweet_spot, text, setup.use))
+    run.write("sweet_spot.yaml", sweet_spot_yaml(space.experiment(chosen), text, setup.use))
     # For `rankzero report`, which reads the study alone.
     study.note("objective", verdict.objective)
     study.note("sentence", text)
@@ -283,4 +267,23 @@ def _report(
         device_figures.write_pngs(run.folder.artifacts, devices)
         run.write("search.html", html_page.page(figures, text))
         optuna_figures.write_pngs(run.folder.artifacts, trials, goal, verdict.region)
+    return text
+
+
+def _sentence(setup: SearchSetup, space: Space, study: Study, verdict: Verdict) -> str:
+    """Say which trial won, by how much, and how far the search came."""
+    trials, facts, goal = study.trials(), study.facts, space.reference.goal
+    sign = 1 if goal.mode == "max" else -1
+    qualities = [(one.number, float(one.facts["best"])) for one in trials if "best" in one.facts]
+    text = sentence(
+        verdict,
+        goal,
+        facts.get(TARGET),
+        facts[SECONDS],
+        max(qualities, key=lambda pair: sign * pair[1], default=None),
+        edges=space.at_edge(trials[verdict.winner.trial].parameters),
+        disturbed=len(facts.get(DISTURBED, ())),
+    )
+    if setup.options.sampler == "grid" and (left := study.untried_cells()):
+        text += f" The grid has {len(left)} cells that were not tried, such as {left[0]}."
     return text

@@ -114,8 +114,7 @@ def tracking_store(root: Path, tracking_uri: str | None = None, timeout: float =
     try:
         uri = uris.resolve_tracking_uri(tracking_uri, os.environ, root)
         shown = url_without_secrets(uri)
-        path = uris.sqlite_path(uri)
-        if path is not None:
+        if (path := uris.sqlite_path(uri)) is not None:
             note = _check_sqlite(path)
         elif uri.startswith(("http://", "https://")):
             note = _check_server(url_without_secrets(uri), timeout)

@@ -58,8 +58,7 @@ def add_experiment_arguments(
     options.add_new_run(parser)
     name = "the name of the study, or of the run (default: by what is searched, or the time)"
     parser.add_argument("--name", "--study", dest="study", metavar="NAME", help=name)
-    new = "start a new study; the earlier one is kept"
-    parser.add_argument("--new", action="store_true", help=new)
+    parser.add_argument("--new", action="store_true", help="start a new study; keep the old one")
     if probes:
         which = f"what to vary, such as batch,lr,workers: {', '.join(knobs.TRAINED)} are trained, "
         which += f"{', '.join(knobs.MEASURED)} measured (default: by the machine and the data)"

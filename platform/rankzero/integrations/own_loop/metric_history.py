@@ -134,8 +134,7 @@ class MetricHistory:
         if before is not None and step == before.step:
             if repr(value) != repr(before.value):
                 self._tell(
-                    f"{name} twice",
-                    f"{name} was logged twice at step {step}: the first value counts",
+                    f"{name} twice", f"{name} was logged twice at step {step}: the first counts"
                 )
             return False
         if before is not None and step < before.step:

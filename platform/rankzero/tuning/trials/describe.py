@@ -18,7 +18,7 @@ from typing import Any
 
 from rankzero import config, experiment_file
 from rankzero.errors import RunFailed, UserError
-from rankzero.experiment import Experiment
+from rankzero.experiment import Experiment, Train
 from rankzero.launch.request import with_changes
 from rankzero.search_ranges import Range
 from rankzero.telemetry.host import usable_cores
@@ -149,29 +149,15 @@ def _described(
 
     from rankzero.training import strategies
     from rankzero.training.data.loader import in_memory
-    from rankzero.training.data.order import micro_batch_size
     from rankzero.training.data.stream import length_of
-    from rankzero.training.distributed.device import check_gpus, driver_version
+    from rankzero.training.distributed.device import driver_version
 
     experiment = with_changes(experiment_file.load(reference)(), settings)
     strategy, gpus = experiment.train.strategy, torch.cuda.device_count()
-    if strategy == "dp" and parallel > 1:
-        raise UserError(
-            "train.strategy=dp takes all GPUs for one trial: leave out --parallel, or use ddp"
-        )
     if processes is None:
         processes = strategies.processes(strategy, gpus // parallel)
-    if processes < 1:
-        raise UserError("--nproc must be at least 1")
     cores = max(1, len(usable_cores()) // parallel)
-    if more and strategy in ("single", "dp"):
-        raise UserError(f"train.strategy={strategy} is one process: use ddp, or one --nproc")
-    if more and not gpus and max(processes, *more) > cores:
-        raise UserError(f"--nproc {max(more)}: each trial has {cores} processor cores for them")
-    for count in (processes, *more):
-        check_gpus(count)
-        # Called for its check: it raises if the batch cannot be divided.
-        micro_batch_size(experiment.train, strategies.shards(strategy, count))
+    _check_processes(experiment.train, (processes, *more), parallel, cores)
     model, (data, validation) = experiment.model(), experiment.data()
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     made = experiment.optimizer(model)
@@ -194,6 +180,31 @@ def _described(
         images=any(parameter.dim() == 4 for parameter in model.parameters()),
         batch_norm=any(isinstance(part, norms) for part in model.modules()),
     )
+
+
+def _check_processes(train: Train, counts: Sequence[int], parallel: int, cores: int) -> None:
+    """Raise UserError unless a trial can have each of these numbers of processes."""
+    import torch
+
+    from rankzero.training import strategies
+    from rankzero.training.data.order import micro_batch_size
+    from rankzero.training.distributed.device import check_gpus
+
+    strategy, several = train.strategy, len(counts) > 1
+    if strategy == "dp" and parallel > 1:
+        raise UserError(
+            "train.strategy=dp takes all GPUs for one trial: leave out --parallel, or use ddp"
+        )
+    if min(counts) < 1:
+        raise UserError("--nproc must be at least 1")
+    if several and strategy in ("single", "dp"):
+        raise UserError(f"train.strategy={strategy} is one process: use ddp, or one --nproc")
+    if several and not torch.cuda.device_count() and max(counts) > cores:
+        raise UserError(f"--nproc {max(counts)}: each trial has {cores} processor cores for them")
+    for count in counts:
+        check_gpus(count)
+        # Called for its check: it raises if the batch cannot be divided.
+        micro_batch_size(train, strategies.shards(strategy, count))
 
 
 def _fast_precisions() -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.table import Table
 
@@ -36,33 +37,32 @@ def add_confirmation(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     runs, keeper = arguments.dir / "runs", Housekeeper(arguments.discard_undelivered)
-    wanted = [
-        lookup.require(runs, name, among_deleted=arguments.restore)
-        for name in dict.fromkeys(arguments.run_names)
-    ]
-    known = lookup.listed(runs, among_deleted=arguments.restore)
-    for folder in wanted:
-        name = folder.path.name
-        # MLflow shows that name for the other one, so a person may mean either.
-        if name in arguments.run_names and any(
-            one.shown_name == name and one.folder != folder for one in known
-        ):
-            raise UserError(f"another run has the name {name} in MLflow: give the MLflow run id")
-        if folder.identity.parent is not None:
-            raise UserError(
-                f"{folder.path.name} belongs to {folder.identity.parent}: name that run"
-            )
-        if arguments.restore:
+    # All are checked first, so that a mistake deletes nothing.
+    wanted = _wanted(runs, arguments.run_names, arguments.restore)
+    if arguments.restore:
+        for folder in wanted:
             keeper.restore(folder)
             print(f"{folder.path.name} is back")
-    if arguments.restore:
         return FINISHED
-    # All are checked first, so that a mistake deletes nothing.
     for folder in wanted:
         obstacle = keeper.obstacle(folder)
         if obstacle is not None:
             raise UserError(f"{folder.path.name} stays: {obstacle}")
     return delete(keeper, wanted, yes=arguments.yes)
+
+
+def _wanted(runs: Path, named: Sequence[str], restore: bool) -> list[RunFolder]:
+    """Return the named runs. Raises UserError where a name may mean another run."""
+    wanted = [lookup.require(runs, name, among_deleted=restore) for name in dict.fromkeys(named)]
+    known = lookup.listed(runs, among_deleted=restore)
+    for folder in wanted:
+        name, parent = folder.path.name, folder.identity.parent
+        # MLflow shows that name for the other one, so a person may mean either.
+        if name in named and any(one.shown_name == name and one.folder != folder for one in known):
+            raise UserError(f"another run has the name {name} in MLflow: give the MLflow run id")
+        if parent is not None:
+            raise UserError(f"{name} belongs to {parent}: name that run")
+    return wanted
 
 
 def delete(keeper: Housekeeper, folders: Sequence[RunFolder], *, yes: bool) -> int:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from rankzero.catalog import filters, lookup
 from rankzero.catalog.summary import ELSEWHERE, Summary
-from rankzero.cli.commands.delete import add_confirmation, confirmed, delete, show
 from rankzero.cli.commands.runs import size_text
+from rankzero.cli.housekeeping.delete import add_confirmation, confirmed, delete, show
 from rankzero.errors import FAILED, FINISHED, UserError
 from rankzero.housekeeping.deletion import Housekeeper
 from rankzero.launch.failures import reason
@@ -41,10 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
     runs, keeper = arguments.dir / "runs", Housekeeper(arguments.discard_undelivered)
     if not arguments.dry_run and (left := removal.tidy(runs)):
         print(f"freed {size_text(left)} that a killed command left")
-    known = lookup.listed(runs)
     if arguments.deleted:
-        _ask_servers(keeper, known)
-        known = lookup.listed(runs, among_deleted=True)
+        _ask_servers(keeper, lookup.listed(runs))
+    known = lookup.listed(runs, among_deleted=arguments.deleted)
     chosen = _chosen(known, best, age, arguments.experiment)
     able = [one.folder for one in chosen if _may_go(keeper, one)]
     if not able:
@@ -53,9 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         show(keeper, able)
         return FINISHED
-    if arguments.deleted:
-        return _free(keeper, able, yes=arguments.yes)
-    return delete(keeper, able, yes=arguments.yes)
+    remove = _free if arguments.deleted else delete
+    return remove(keeper, able, yes=arguments.yes)
 
 
 def _span(text: str) -> float:
