@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import rankzero
 from rankzero import config, experiment_file
 from rankzero.cli import main
 from rankzero.errors import UserError
@@ -20,6 +22,23 @@ from support.training import Trainer
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
+
+
+# The words that people type, and the heading that answers them.
+ANSWERS = {
+    "early stopping": "experiments/#early-stopping",
+    "gradient accumulation": "experiments/#batch-size-and-gradient-accumulation",
+    "mixed precision": "experiments/#mixed-precision",
+    "checkpoint": "experiments/#checkpoints",
+    "seed": "experiments/#seed-and-reproducibility",
+    "resume": "commands/#how-to-resume-a-run",
+    "multi-GPU": "strategies/",
+    "profiling": "strategies/#profiling",
+    "out of memory": "strategies/#out-of-memory",
+    "hyperparameter search": "search/",
+}
+# Links are no loads: a reader may follow them.
+LOADS = re.compile(r'<(?:script|img|iframe|source|link)\b[^>]*(?:src|href)="(?:https?:)?//[^"]*"')
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -40,8 +59,17 @@ def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
     assert "train.limits.hang_minutes" in settings and "name the rank" in settings
     assert "<td></td>" not in settings, "every setting has a description"
     assert "rankzero compare" in (tmp_path / "site/reference/commands/index.html").read_text()
-    pages = "".join(path.read_text() for path in (tmp_path / "site").rglob("*.html"))
-    assert "fonts.googleapis.com" not in pages, "the site opens offline"
+    pages = {path: path.read_text() for path in (tmp_path / "site").rglob("*.html")}
+    assert not LOADS.findall("".join(pages.values())), "the site opens offline"
+    python = pages[tmp_path / "site/reference/python/index.html"]
+    for name in set(rankzero.__all__) - {"__version__"}:
+        home = getattr(rankzero, name)
+        assert f'id="{home.__module__}.{home.__qualname__}"' in python, name
+    index = json.loads((tmp_path / "site/search/search_index.json").read_text())["docs"]
+    titles = {entry["location"]: entry["title"].casefold() for entry in index}
+    assert [
+        words for words, answer in ANSWERS.items() if words.casefold() not in titles.get(answer, "")
+    ] == []
 
 
 @pytest.mark.parametrize("page", ["experiments.md", "own-loop.md", "migration.md"])
