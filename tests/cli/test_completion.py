@@ -51,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("rankzero re", ["register", "repeat", "report", "resume"]),
+        ("rankzero re", ["register", "relocate", "repeat", "report", "resume"]),
         ("rankzero train ", ["mine.py", "mlruns/"]),
         ("rankzero train mi", ["mine.py"]),
         ("rankzero train mine.py --nn", ["--nnodes"]),

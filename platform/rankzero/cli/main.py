@@ -19,6 +19,8 @@ from rankzero.launch import output
 from rankzero.mlflow_store.patience import A_DAY, WAIT
 from rankzero.run_store.location import root_of
 
+# `doctor` says it as one of its checks.
+_WITHOUT_STORE = ("init", "config", "completion", "doctor", "relocate")
 _START = """\
 RankZero trains PyTorch models, tracked in MLflow. Most people begin with:
 
@@ -53,6 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             from rankzero.cli.display.terminal import warn_if_interrupt_is_ignored
 
             warn_if_interrupt_is_ignored()
+        if arguments.verb not in _WITHOUT_STORE:
+            from rankzero.catalog import moved
+
+            if note := moved.note(arguments.dir):
+                print(f"note: {note}", file=sys.stderr, flush=True)
         if "wait_delivery" in arguments:
             # In the environment, for the recorder and the courier. Offline, nothing is delivered.
             waits = arguments.wait_delivery is not None and not arguments.offline

@@ -80,6 +80,11 @@ VERBS = {
         "rankzero import brisk-otter-412.zip",
         module="rankzero.cli.housekeeping.import_bundle",
     ),
+    "relocate": Verb(
+        "after a project was moved or copied: let MLflow find its artifacts",
+        "rankzero relocate",
+        module="rankzero.cli.housekeeping.relocate",
+    ),
     "register": Verb(
         "put a run's best model into MLflow's model registry", "rankzero register digits-a digits"
     ),

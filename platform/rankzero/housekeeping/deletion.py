@@ -54,8 +54,10 @@ class Housekeeper:
         if name != folder.path.name:
             return f"its folder is a copy of {name}, or was renamed: MLflow has one run for both"
         if place := _original(folder):
-            return f"its store was moved or copied from {place}: delete it there"
-        with _alone(folder) as unused:
+            return (
+                f"its store was moved or copied from {place}: rankzero relocate, or delete it there"
+            )
+        with alone(folder) as unused:
             return self._loss(folder) if unused else "it runs, or its delivery does"
 
     def _loss(self, folder: RunFolder) -> str | None:
@@ -106,7 +108,7 @@ class Housekeeper:
 
         Return False if somebody has restored the run. Raises UserError if somebody uses it.
         """
-        with _alone(folder) as unused:
+        with alone(folder) as unused:
             store, run_id = self._in_mlflow(folder)
             is_active = store is not None and store.is_active(run_id)
             # Somebody may have restored or registered it since the question was asked.
@@ -170,7 +172,7 @@ def _forget_study(folder: RunFolder) -> None:
 
 
 @contextlib.contextmanager
-def _alone(folder: RunFolder) -> Iterator[bool]:
+def alone(folder: RunFolder) -> Iterator[bool]:
     """Yield whether no process launches, writes or delivers the run or a child, nor can begin."""
     with contextlib.ExitStack() as locks:
 

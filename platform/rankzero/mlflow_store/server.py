@@ -7,22 +7,26 @@ rebinding), and requests from pages of other sites.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import ipaddress
+import os
 import secrets
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from rankzero.errors import UserError
 from rankzero.mlflow_store.uris import artifact_root, default_tracking_uri
+from rankzero.run_store import lock_files
 from rankzero.run_store.folder import write_atomically
 from rankzero.run_store.location import make_root
 
 LOOPBACK = "127.0.0.1"
 _ANYWHERE = ("0.0.0.0", "::")  # noqa: S104 - the server listens there only if a user says so
-_USERS, _SETTINGS = "auth.db", "auth.ini"
+_USERS, _SETTINGS, _SERVING = "auth.db", "auth.ini", ".ui.lock"
 _USER, PASSWORD = "MLFLOW_AUTH_ADMIN_USERNAME", "MLFLOW_AUTH_ADMIN_PASSWORD"
 # Characters of a password, MLflow's own rule.
 _MIN_PASSWORD = 12
@@ -137,6 +141,28 @@ def with_users(root: Path, environ: Mapping[str, str]) -> tuple[dict[str, str], 
     if not given:
         shown = f"password {password} (shown once: write it down)"
     return {**environ, **added, _USER: user, PASSWORD: password}, f"user {user}, {shown}"
+
+
+@contextlib.contextmanager
+def shared(root: Path) -> Iterator[int]:
+    """Hold off `exclusive` from other processes; yield a descriptor for the server to inherit."""
+    descriptor = lock_files.open_lock(root / _SERVING)
+    try:
+        if not lock_files.try_lock(descriptor, fcntl.LOCK_SH):
+            raise UserError(f"`rankzero relocate` works on {root}: wait for its end")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def exclusive(root: Path) -> Iterator[bool]:
+    """Keep servers from starting on a store; yield whether none serves it now."""
+    descriptor = lock_files.open_lock(root / _SERVING)
+    try:
+        yield lock_files.try_lock(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _own_names(host: str) -> list[str]:

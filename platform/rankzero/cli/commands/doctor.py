@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.markup import escape
 
+from rankzero.catalog import moved
 from rankzero.errors import FAILED, FINISHED
 
 _GIGABYTE = 1e9
@@ -143,6 +144,8 @@ def _check_sqlite(path: Path) -> str:
     if answer != "ok":
         fix = "restore a copy, or choose another --dir and run rankzero sync"
         raise RuntimeError(f"{path} is damaged: {answer}; {fix}")
+    if note := moved.note(path.parent):
+        raise RuntimeError(note)
     return ""
 
 

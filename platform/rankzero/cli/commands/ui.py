@@ -67,10 +67,18 @@ def run(arguments: argparse.Namespace) -> int:
         notes = f"insecure: anyone who reaches {where} can read, change and delete every run"
     command = server.command(arguments.dir, access)
     # Its log of requests is of no use here. Its errors explain a server that does not start.
-    process = subprocess.Popen(
-        command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
-    with process, _ends_with_us(process):
+    with (
+        server.shared(arguments.dir) as lock,
+        # The server keeps the lock if this process is killed and leaves it alone.
+        subprocess.Popen(
+            command,
+            env=environ,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=(lock,),
+        ) as process,
+        _ends_with_us(process),
+    ):
         links = list(_links(arguments.dir, access.address, empty))  # while the server starts
         _wait_until_up(process, access.address)
         # The runs first: MLflow's own start page begins with other things.
