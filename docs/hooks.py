@@ -31,7 +31,12 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Replace links to files that the site does not have by their text."""
+    """Replace links to files that the site does not have by their text. Rank pages for the search.
+
+    Guides answer what people type, so the reasons and the internals come after them.
+    """
+    if page.file.src_uri.startswith(("decisions/", "guarantees", "structure")):
+        page.meta["search"] = {"boost": 0.2}
     return (
         markdown if page.file.src_uri.startswith("decisions/") else OUTSIDE.sub(r"`\1`", markdown)
     )
