@@ -14,7 +14,9 @@ import pytest
 import yaml
 
 from rankzero.catalog.lookup import last_end, mlflow_id
+from rankzero.cli.main import main
 from rankzero.events import RunEnded, StepsLogged
+from rankzero.launch import agent
 from rankzero.run_store.folder import RunFolder
 from rankzero.tuning.options import default_storage
 from rankzero.tuning.space import DEVICES
@@ -266,11 +268,12 @@ def at_once(folders: list[Path]) -> int:
     return max(itertools.accumulate(change for _, change in sorted(spans)))
 
 
-def test_each_mistake_gets_one_message(rankzero: Command, tmp_path: Path) -> None:
-    for words, message in (
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
         (("widht=3",), "did you mean 'width'"),
-        (("--seeds", 1), "--seeds must be at least 2"),
-        (("--minutes", -1), "--minutes must be above 0"),
+        (("--seeds", "1"), "--seeds must be at least 2"),
+        (("--minutes", "-1"), "--minutes must be above 0"),
         (("--objective", "quality"), "needs --trial-minutes"),
         (("goal.metric=val/f1",), "the goal is 'val/f1', but measure() returns"),
         (("fail=data",), "no such data"),
@@ -280,14 +283,30 @@ def test_each_mistake_gets_one_message(rankzero: Command, tmp_path: Path) -> Non
         (("--nproc", "1,64"), "--nproc 64: each trial has"),
         (("--nproc", "1,2", "train.strategy=single"), "train.strategy=single is one process"),
         (("--nproc", "1,2", "--objective", "throughput"), "--nproc 1,2 is about the time to a"),
-        (("--price", -1), "--price must be above 0, got -1"),
+        (("--price", "-1"), "--price must be above 0, got -1"),
         (("--price", "nan"), "--price must be above 0"),
-        (("--price", 2, "--objective", "tokens"), "--price is about the time to a target"),
+        (("--price", "2", "--objective", "tokens"), "--price is about the time to a target"),
         (("--knobs", "batch,colour"), "no knob is called 'colour'"),
         (("--knobs", "batch,compile"), "needs the probe, which --no-probe leaves out"),
-    ):
-        code, output = rankzero("search", TINY, "--nproc", 1, "--no-probe", *words)
-        assert code in (1, 2) and message in output and "Traceback" not in output, output
+    ],
+)
+def test_each_mistake_gets_one_message(
+    words: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In this process: the server that reads the experiment's file starts once for all."""
+    agent.warm_up()
+    monkeypatch.chdir(tmp_path)
+    code = main(["search", str(TINY), "--nproc", "1", "--no-probe", *words])
+    captured = capsys.readouterr()
+    assert code in (1, 2) and message in captured.err, captured
+    assert "Traceback" not in captured.err + captured.out
+
+
+def test_a_foreign_file_as_storage_stays_as_it_is(rankzero: Command, tmp_path: Path) -> None:
     assert rankzero("report", "nothing")[0] == 2
     foreign = tmp_path / "foreign.db"
     foreign.write_bytes(b"somebody's file, no database")

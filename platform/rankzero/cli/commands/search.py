@@ -130,13 +130,14 @@ def described_space(
     settings = config.parse_assignments(arguments.settings)
     counts = options.device_counts(arguments.nproc) if arguments.nproc else []
     own, more = counts[0] if counts else None, counts[1:]
+    # Before the file is read, which takes seconds.
+    if arguments.knobs is not None:
+        arguments.knobs = knobs.parse(",".join(arguments.knobs))
     found = host.describe(arguments.experiment, settings, own, arguments.parallel, more)
     reference = describe.mirrored(found)
     space = make_space(
         reference, found.processes, found.lr_exponent, found.precisions, found.samples, more
     )
-    if arguments.knobs is not None:
-        arguments.knobs = knobs.parse(",".join(arguments.knobs))
     names = arguments.knobs or knobs.defaults(found, space)
     space = knobs.turned(space, names)
     if arguments.knobs and space.knobs and not arguments.probe:
