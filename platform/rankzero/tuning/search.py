@@ -173,8 +173,15 @@ def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
 
 
 def _probe(setup: SearchSetup, run: StudyRun) -> Probe:
-    file, host, notify = setup.identity.experiment_file or "", setup.hosts[0], setup.notify
-    probe = probe_map.measure(setup.space, setup.described, file, setup.root, host, notify)
+    probe = probe_map.measure(
+        setup.space,
+        setup.described,
+        setup.identity.experiment_file or "",
+        setup.root,
+        setup.hosts[0],
+        setup.notify,
+        setup.options.silence_seconds,
+    )
     run.write_probe(probe.cells, probe.effects)
     return probe
 

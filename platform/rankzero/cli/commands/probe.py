@@ -31,7 +31,15 @@ def run(arguments: argparse.Namespace) -> int:
         identity = search.study_identity(arguments, space, "probe")
         file = identity.experiment_file or ""
         with search.open_run(arguments, identity, reference) as study_run:
-            probe = probe_map.measure(space, described, file, arguments.dir, host, print_line)
+            probe = probe_map.measure(
+                space,
+                described,
+                file,
+                arguments.dir,
+                host,
+                print_line,
+                arguments.silence_seconds,
+            )
             measured, effects = probe.cells, probe.effects
             figures = probe_figures.interactive(measured, effects)
             study_run.write_probe(measured, effects)

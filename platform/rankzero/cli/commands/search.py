@@ -63,6 +63,10 @@ def add_experiment_arguments(
         which = f"what to vary, such as batch,lr,workers: {', '.join(knobs.TRAINED)} are trained, "
         which += f"{', '.join(knobs.MEASURED)} measured (default: by the machine and the data)"
         parser.add_argument("--knobs", action="append", metavar="LIST", help=which)
+        silence = (
+            "a trial, or a cell of the probe map, without a sign of life for so long is killed"
+        )
+        parser.add_argument("--silence-seconds", type=float, default=300.0, help=silence)
     # Options that only `search` has, and functions read that all of these commands call.
     parser.set_defaults(parallel=1, probe=True)
 
@@ -93,8 +97,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--storage", help=shared)
     # For rankzero.search, which runs the command: the study's name as JSON.
     add("--result-file", type=Path, help=argparse.SUPPRESS)
-    silence = "a trial that shows no sign of life for so long is killed"
-    add("--silence-seconds", type=float, default=300.0, help=silence)
     unprobed = "search without measuring speeds first"
     add("--no-probe", dest="probe", action="store_false", help=unprobed)
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import math
+import signal
+import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +23,7 @@ from rankzero.errors import RunFailed
 from rankzero.experiment import Experiment
 from rankzero.launch import failures
 from rankzero.launch.agent import Topology
-from rankzero.launch.failures import FailureKind
+from rankzero.launch.failures import Failure, FailureKind
 from rankzero.tuning.knobs import subject_of
 from rankzero.tuning.probe import grid, speed_knobs, worker
 from rankzero.tuning.probe.grid import ProbeResult
@@ -32,6 +35,7 @@ from rankzero.tuning.trials.host_process import Host
 
 _BELOW = 2  # the map starts at the user's batch size over this
 _POLL_SECONDS = 0.2
+_HANG = FailureKind.HANG
 _STATUS: dict[FailureKind, grid.Status] = {
     FailureKind.OUT_OF_MEMORY: "out of memory",
     FailureKind.OUT_OF_HOST_MEMORY: "out of memory",
@@ -77,10 +81,12 @@ def measure(
     root: Path,
     host: Host,
     notify: Callable[[str], None],
+    silence_seconds: float,
 ) -> Probe:
     """Measure what is not known yet; return the map, and what knobs do at its knee.
 
-    Raises RunFailed if no cell can be measured. The map has the space's batch sizes from half of
+    Raises RunFailed if no cell can be measured. A cell without a result after `silence_seconds`
+    is killed, and counts as failed. The map has the space's batch sizes from half of
     the user's own, and all precisions. `root`: the folder of the embedded store. Results are kept
     below it for the next search. On most devices, a step waits longest for data and gradients: a
     search decides the knobs of speed there, for all numbers of devices.
@@ -92,7 +98,12 @@ def measure(
         if len(space.devices) > 1:
             notify(f"probe  on {devices_text(count)}")
         probe = _measure_on(
-            dataclasses.replace(space, knobs=knobs), one, experiment_file, root, host, notify
+            dataclasses.replace(space, knobs=knobs),
+            one,
+            experiment_file,
+            root,
+            functools.partial(_measure_once, host, notify, silence_seconds),
+            notify,
         )
         found.cells.extend(dataclasses.replace(cell, devices=count) for cell in probe.cells)
         found.effects.extend(probe.effects)
@@ -104,7 +115,7 @@ def _measure_on(
     described: ExperimentDescription,
     experiment_file: str,
     root: Path,
-    host: Host,
+    measure_once: Callable[[ProbeRequest], None],
     notify: Callable[[str], None],
 ) -> Probe:
     """Measure on the described number of processes."""
@@ -122,7 +133,7 @@ def _measure_on(
     # Each pass ends with the map, or with a cell that ended the processes.
     before, known = -1, _read(request.results)
     while before < len(known) and request.next_cell(known) is not None:
-        _measure_once(dataclasses.replace(request, known=tuple(known)), host, notify)
+        measure_once(dataclasses.replace(request, known=tuple(known)))
         before, known = len(known), _read(request.results)
     cells = request.cells(known)
     if (knee := grid.knee(cells)) is None:
@@ -138,28 +149,42 @@ def _measure_on(
     return Probe(cells, effects)
 
 
-def _measure_once(request: ProbeRequest, host: Host, notify: Callable[[str], None]) -> None:
-    """Run one process group until it ends. If a cell killed it, record that cell."""
+def _measure_once(
+    host: Host, notify: Callable[[str], None], silence_seconds: float, request: ProbeRequest
+) -> None:
+    """Run one process group until it ends. If a cell killed it, or hung, record that cell."""
     for path in request.failures.glob("rank_*.json"):
         path.unlink()
     logs = request.results.with_suffix(".logs")
     host.run(worker.main, Topology(request.subject.processes), request, logs)
-    shown, has_ended = len(request.known), False
+    shown, has_ended, last_sign = len(_lines(request.results)), False, time.monotonic()
     while not has_ended:
         has_ended = host.has_ended(_POLL_SECONDS)
-        found = _read(request.results)
-        for one in found[shown:]:
-            notify(_line(one))
-        shown = len(found)
+        lines = _lines(request.results)
+        for fields in lines[shown:]:
+            last_sign = time.monotonic()
+            if "status" in fields:
+                notify(_line(grid.parse(fields)))
+        shown = len(lines)
+        if not has_ended and time.monotonic() - last_sign > silence_seconds:
+            # Infinite, so that it is killed once.
+            last_sign = math.inf
+            reason = f"no result for {silence_seconds:.0f} s (--silence-seconds)"
+            failures.write(Failure(time.time(), -1, reason, "", _HANG), request.failures)
+            host.signal(signal.SIGQUIT)
     # A cell that was begun and has no result has killed its processes.
-    lines = _lines(request.results)
-    if not lines or "begun" not in lines[-1]:
-        return
+    if lines and "begun" in lines[-1]:
+        _record_lost(request, lines[-1]["begun"], notify)
+
+
+def _record_lost(
+    request: ProbeRequest, begun: dict[str, Any], notify: Callable[[str], None]
+) -> None:
     first = failures.first(request.failures)
     status = _STATUS.get(first.kind, "failed") if first else "failed"
     # An error of a compiler has many lines.
     reason = first.reason.partition("\n")[0] if first else "its processes wrote no reason"
-    lost = {**lines[-1]["begun"], "status": status, "reason": reason}
+    lost = {**begun, "status": status, "reason": reason}
     request.append(lost)
     notify(_line(grid.parse(lost)))
 
