@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import resource
+import socket
 import subprocess
 import sys
+from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,34 @@ def test_each_loading_process_has_its_own_position_in_an_open_file(tmp_path: Pat
         batches = feed(dataset, workers=2).train_batches(BatchOrder(96, 8, 8, 1, 3), 0, 0, 12)
         assert sorted(value for batch in batches for value in batch.tolist()) == list(range(96))
         assert file.tell() == 80
+
+
+class Handed(Dataset[Any]):
+    """Its items say where this process hands over open files."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        address = reduction.DupFd(1)._id[0]
+        return torch.tensor(list(address.encode()))
+
+
+def test_a_loading_process_is_silent_if_its_rank_is_killed_while_it_takes_a_batch(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    batches = feed(Handed(), workers=1).train_batches(BatchOrder(8, 1, 1, 1, 3), 0, 0, 8)
+    address = bytes(next(batches)[0].tolist()).decode()
+    # A rank that is killed leaves a connection with an unread challenge: the first one here.
+    connections = [socket.socket(socket.AF_UNIX) for _ in range(2)]
+    for connection in connections:
+        connection.connect(address)
+    connections[0].close()
+    # The thread answers one after the other.
+    assert connections[1].recv(4)
+    connections[1].close()
+    assert len(list(batches)) == 7
+    assert capfd.readouterr().err == ""
 
 
 def test_batches_of_many_tensors_get_enough_open_files() -> None:

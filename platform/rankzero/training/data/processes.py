@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import multiprocessing
 import os
 import resource
@@ -109,6 +110,17 @@ def _begin(_worker: int) -> None:
         _own_file_positions()
         threading.Thread(target=_obey, args=(rank.pid,), name="obey", daemon=True).start()
     threading.Thread(target=_end_with, args=(rank,), name="rank", daemon=True).start()
+    sys.excepthook = functools.partial(_except_of_a_killed_rank, sys.excepthook)
+
+
+def _except_of_a_killed_rank(report: Any, kind: Any, error: BaseException, trace: Any) -> None:
+    """Report an error, unless the rank was killed while it took a batch.
+
+    The thread of multiprocessing that hands over tensors as open files reports its errors here.
+    The batch's own errors reach the rank in another way.
+    """
+    if not isinstance(error, (ConnectionError, EOFError)):
+        report(kind, error, trace)
 
 
 def _own_file_positions() -> None:
