@@ -36,7 +36,7 @@ from harness import HERE, environment, rankzero, run, save
 
 from rankzero.catalog.lookup import mlflow_id
 from rankzero.confidence import student_t
-from rankzero.errors import RESUMABLE
+from rankzero.errors import FINISHED
 from rankzero.events import CheckpointSaved, Evaluated, RunEnded, StepsLogged
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.mlflow_store.uris import DATABASE
@@ -167,8 +167,8 @@ def train(folder: Path, server: Server, minutes: float) -> tuple[RunFolder, Watc
             server.kill()
             server.start()
             restarts, restarted = restarts + 1, time.monotonic()
-    # The limit on its minutes stops it as a signal does.
-    if command.returncode != RESUMABLE:
+    # The limit on its minutes is a planned end.
+    if command.returncode != FINISHED:
         printed = (folder / "output.txt").read_text()
         raise SystemExit(f"the run ended with {command.returncode}: {printed[-2000:]}")
     return run_folder, watch, restarts

@@ -22,7 +22,7 @@ from rankzero.mlflow_store import server, uris
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.names import InvalidRunFolder
 
-# Where MLflow has paths. A version of MLflow may lack some of these tables.
+# The columns in which MLflow has paths. A version of MLflow may lack some of these tables.
 _COLUMNS = (
     ("experiments", "artifact_location"),
     ("runs", "artifact_uri"),
@@ -45,10 +45,10 @@ class _Change(NamedTuple):
 
 
 class Relocation(NamedTuple):
-    """What was rewritten."""
+    """The rewritten runs and paths."""
 
     places: list[Path]
-    """Where the store was before."""
+    """The former places of the store."""
     runs: int
     paths: int
     """In MLflow's database."""
@@ -90,7 +90,7 @@ def relocate(root: Path) -> Relocation:
 
 
 def _former_stores(here: Path, folders: list[RunFolder]) -> Iterator[Path]:
-    """Yield where the store was when runs began that its database knows."""
+    """Yield the former places of the store, from the runs that its database knows."""
     known = deleted.read_store(here / "runs").runs
     for folder in folders:
         with contextlib.suppress(InvalidRunFolder):
