@@ -164,6 +164,7 @@ class ReplayRunning:
         self, launcher: ReplayLauncher, experiment: Experiment, name: str, row: dict[str, Any]
     ) -> None:
         self.name, self.has_ended, self._pruned = name, False, False
+        self.handles, self.was_lost = (), False
         self._launcher, self._row, self._goal = launcher, row, experiment.goal
         self._stop_at_target, self._spent = experiment.train.limits.stop_at_target, 0.0
         self._events = journal(row, experiment.train.batch_size)

@@ -26,7 +26,6 @@ from rankzero.run_store import removal, run_locks
 from rankzero.run_store.attempt import sole_launcher
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
-from rankzero.tuning import members
 from rankzero.tuning.options import default_storage
 from rankzero.tuning.study import open_study
 from support.runs import append, ended, make_folder, saved, started, steps
@@ -288,10 +287,12 @@ def test_study_that_is_searched_stays(root: Path) -> None:
     keeper.delete(study)
     # Its leader is dead, and a helper is alive, whose runs are elsewhere.
     shared = open_study(storage, "study", sampler="random", pruner="none", seed=0)
-    shared.note(members.BEAT + members.own_name(), time.time())
     with pytest.raises(UserError, match="still search"):
         keeper.free(study)
     assert study.checkpoints.exists() and study.children[0].checkpoints.exists()
+    shared.members.close()
+    keeper.free(study)
+    assert not study.path.exists()
 
 
 def test_run_that_is_not_a_child_stays(root: Path, here: Here) -> None:

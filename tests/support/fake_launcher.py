@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged
 from rankzero.experiment import Experiment
@@ -96,6 +96,8 @@ class FakeRunning:
         self.devices = devices
         self.launcher, self.experiment, self.name, self.fate = launcher, experiment, name, fate
         self.asked: list[str] = []
+        self.handles: Sequence[int] = ()
+        self.was_lost = fate == "lost"
         self.closed = False
         self.began = self.ended = launcher.tick()
         self._journal = self._tell()
@@ -161,6 +163,7 @@ ENDS = {
     "crash": "RuntimeError: broken",
     "oom": "torch.OutOfMemoryError: CUDA out of memory",
     "nan": "NotFinite: train/loss is not finite at step 3",
+    "lost": "its processes wrote no end",
 }
 KINDS = {
     "crash": FailureKind.OTHER,

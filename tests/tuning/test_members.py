@@ -1,82 +1,107 @@
-"""The leader and the live members: with real processes, and heartbeats of other machines."""
+"""The leader and the live members, by locks beside SQLite's file and in PostgreSQL."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import threading
 import time
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+from sqlalchemy import create_engine, text
 
-from rankzero.run_store.run_locks import process_start
+from rankzero.errors import RunFailed, UserError
 from rankzero.tuning import members
-from rankzero.tuning.members import BEAT, DEAD_SECONDS, LEADER
+from rankzero.tuning.members import LEADER, Members
+from rankzero.tuning.store_locks import _DIALECTS, ServerLocks, open_locks
+from support.company import opened
 
-MACHINE = members.own_name().rsplit(" ", 2)[0]
+# Leads a study until its input ends, or it is killed.
+LEADS = """
+import sys
+from rankzero.tuning.members import Members
+mine = Members("s", sys.argv[1])
+mine.join()
+print(mine.take_lead(), mine.own_name, flush=True)
+input()
+"""
 
 
-class Board:
-    """Facts in memory."""
-
-    def __init__(self) -> None:
-        self.facts: dict[str, Any] = {}
-
-    def note(self, name: str, fact: Any) -> None:
-        self.facts[name] = fact
+@pytest.fixture(params=["sqlite", "postgres"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "postgres":
+        return str(request.getfixturevalue("postgres"))
+    return f"sqlite:///{tmp_path / 'of a, ä.db'}"
 
 
 @pytest.fixture
-def board() -> Board:
-    return Board()
+def mine(storage: str) -> Iterator[Members]:
+    found = Members("s", storage)
+    yield found
+    found.close()
 
 
-def named(pid: int) -> str:
-    return f"{MACHINE} {pid} {process_start(pid)}"
+def soon(holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 10
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return holds()
 
 
-def test_the_first_leads_and_stays_leader(board: Board) -> None:
-    assert members.lead(board, 0.0) and members.lead(board, 0.0)
-    assert board.facts[LEADER] == members.own_name() and members.has_leader(board)
+def test_a_killed_leader_is_dead_at_once_and_the_next_leads(storage: str, mine: Members) -> None:
+    words = [sys.executable, "-c", LEADS, storage]
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        leads, other = process.stdout.readline().strip().split(" ", 1)
+        assert leads == "True" and mine.has_leader() and mine.is_alive(other)
+        assert not mine.take_lead() and not mine.leads
+        process.kill()
+        assert soon(lambda: not mine.has_leader() and not mine.is_alive(other))
+    assert mine.take_lead() and mine.take_lead() and mine.leads
 
 
-def test_a_later_process_leads_only_after_the_leader_died(board: Board) -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        board.note(LEADER, named(other.pid))
-        assert not members.lead(board, 0.0)
-    assert members.lead(board, 0.0), "the leader is dead: the next takes over"
-
-
-def test_a_reused_process_number_is_not_the_same_member(board: Board) -> None:
-    pid = os.getpid()
-    assert members.is_alive(Board(), named(pid))
-    assert not members.is_alive(Board(), f"{MACHINE} {pid} 1")
-
-
-@pytest.mark.parametrize(("silent", "alive"), [(1.0, True), (DEAD_SECONDS + 1, False)])
-def test_members_on_other_machines_are_alive_by_their_heartbeat(
-    board: Board, silent: float, alive: bool
+def test_who_leaves_leads_no_more_and_other_studies_have_other_leaders(
+    storage: str, mine: Members
 ) -> None:
-    far = "elsewhere/1234/5 77 8"
-    board.note(LEADER, far)
-    board.note(BEAT + far, time.time() - silent)
-    assert members.has_leader(board) == alive and members.lead(board, 0.0) != alive
+    second, elsewhere = Members("s", storage), Members("another", storage)
+    mine.join()
+    assert mine.take_lead() and not second.take_lead() and elsewhere.take_lead()
+    assert second.is_alive(mine.own_name) and not second.is_alive(elsewhere.own_name)
+    mine.close()
+    assert soon(second.take_lead) and not second.is_alive(mine.own_name)
+    second.close()
+    elsewhere.close()
 
 
-def test_a_member_without_a_heartbeat_is_dead(board: Board) -> None:
-    assert (
-        not members.is_alive(board, "elsewhere/1/2 3 4")
-        and not members.is_alive(board, None)
-        and not members.is_alive(board, "")
-    )
+def test_members_that_an_older_version_named_are_dead(mine: Members) -> None:
+    assert not mine.is_alive("elsewhere/1234/5 77 8") and not mine.is_alive("")
 
 
-def test_heartbeats_start_at_once_and_end_with_the_block(board: Board) -> None:
-    with members.heartbeats(board):
-        deadline = time.monotonic() + 5
-        while BEAT + members.own_name() not in board.facts and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert time.time() - board.facts[BEAT + members.own_name()] < 5
-    assert "rankzero-heartbeat" not in [thread.name for thread in threading.enumerate()]
+def test_locks_that_a_server_ended_are_taken_again(postgres: str) -> None:
+    locks = ServerLocks(postgres, _DIALECTS["postgresql"], keep_seconds=0.05)
+    other = open_locks(postgres)
+    assert locks.take(2**61 + 7) and other.is_taken(2**61 + 7)
+    with create_engine(postgres).connect() as store:
+        store.execute(
+            text("SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory'")
+        )
+    assert soon(lambda: other.is_taken(2**61 + 7))
+    locks.close()
+    other.close()
+
+
+def test_a_process_that_lost_the_lead_to_another_one_stops(tmp_path: Path) -> None:
+    study = opened(tmp_path)
+    assert members.lead(study)
+    members.require_lead(study)
+    study.note(LEADER, "elsewhere 1 2")
+    with pytest.raises(RunFailed, match="another process leads study s"):
+        members.require_lead(study)
+
+
+def test_a_store_without_locks_is_refused() -> None:
+    with pytest.raises(UserError, match="PostgreSQL to share"):
+        open_locks("mssql+pyodbc://user:planted@host/db")

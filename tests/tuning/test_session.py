@@ -12,7 +12,7 @@ import pytest
 from rankzero import Choice, Experiment, Goal, Train
 from rankzero.errors import RunFailed, UserError
 from rankzero.tuning import next_trial
-from rankzero.tuning.next_trial import guesses, upcoming
+from rankzero.tuning.next_trial import ended, guesses, upcoming
 from rankzero.tuning.options import PRUNERS, SAMPLERS, SearchOptions
 from rankzero.tuning.reports.study_run import texts_of
 from rankzero.tuning.session import Session
@@ -442,6 +442,39 @@ def test_nothing_is_trained_twice_and_a_small_space_ends(search: Searcher) -> No
     assert repeats and all(
         trial.value == study.trials()[trial.facts["same_as"]].value for trial in repeats
     )
+
+
+def test_a_trial_that_its_host_took_along_is_tried_again_and_counts_for_nothing(
+    search: Searcher,
+) -> None:
+    launcher = FakeLauncher(lambda number, _: "lost" if number in (0, 3) else "")
+    _, study, _, lines = search(launcher, trials=8)
+    assert study.abandoned == [0, 3] and len(ended(study.trials())) == 8
+    known = {number: study.trials()[number].parameters for number in (0, 1, 3, 4)}
+    assert known[0] == known[1] and known[3] == known[4]
+    assert sum("was lost with its host process" in line for line in lines) == 2
+
+
+def test_a_trial_that_is_lost_each_time_fails_at_last(search: Searcher) -> None:
+    launcher = FakeLauncher(
+        lambda _, experiment: "lost" if experiment.train.batch_size == 64 else ""
+    )
+    _, study, _, _ = search(launcher, trials=5)
+    first = next(one for one in study.trials() if one.facts.get("batch_size") == 64)
+    alike = [one for one in study.trials() if one.parameters == first.parameters]
+    assert [one.abandoned for one in alike] == [True, True, False] and first.state == "FAIL"
+
+
+def test_a_confirmation_run_that_is_lost_is_trained_again(search: Searcher) -> None:
+    seen: list[int] = []
+
+    def fate(_number: int, experiment: Experiment) -> str:
+        seen.append(experiment.train.seed)
+        return "lost" if experiment.train.seed == 1001 and seen.count(1001) == 1 else ""
+
+    found, study, _, lines = search(FakeLauncher(fate), trials=6)
+    assert all(run["value"] is not None for run in study.facts["confirmations"])
+    assert len(found.winner.runs) == 3 and sum("trained again" in line for line in lines) == 1
 
 
 def test_a_foreign_database_is_refused_and_not_changed(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from optuna.trial import FrozenTrial
 
-from rankzero.tuning import members, next_trial
+from rankzero.tuning import next_trial
 from rankzero.tuning import study as study_module
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.session import Session
@@ -26,8 +26,8 @@ from support import company
 from support.company import SPACE, Ledger, opened
 from support.fake_launcher import FakeLauncher
 
-DEAD = f"{members.own_name().rsplit(' ', 2)[0]} 1 0"
-"""A process of this machine that does not live: process 1 began at another time."""
+DEAD = "elsewhere/1234/5 77 8"
+"""A process that does not live. Older versions wrote such names."""
 WORKERS, TRIALS = 8, 24
 
 

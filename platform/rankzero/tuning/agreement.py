@@ -7,8 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rankzero.errors import RunFailed, UserError
-from rankzero.tuning import members
+from rankzero.errors import UserError
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.probe import grid
 from rankzero.tuning.probe.grid import ProbeResult
@@ -98,12 +97,13 @@ def _check_devices(study: Study, space: Space) -> None:
         )
 
 
-def await_facts(study: Study, names: Sequence[str]) -> None:
-    """Wait until the leader has stored these facts. Raises RunFailed if it dies before."""
+def await_facts(study: Study, names: Sequence[str]) -> bool:
+    """Wait until the leader has stored these facts; return False if it died before."""
     while not all(name in study.facts for name in names):
-        if not members.has_leader(study):
-            raise RunFailed("the process that led this study has died: the same command takes over")
+        if not study.members.has_leader():
+            return False
         time.sleep(_POLL_SECONDS)
+    return True
 
 
 def _signature(space: Space, options: SearchOptions) -> str:

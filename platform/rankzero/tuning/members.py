@@ -1,101 +1,94 @@
 """The processes that share a study, on one machine or several: which one leads, which are alive.
 
-A process's name shows later, on the same machine, whether it is alive. For other machines it
-writes heartbeats into the study's database.
+Each holds a lock of its own in the study's store, and the leader one more.
 """
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import os
+import secrets
 import socket
-import threading
-import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankzero.run_store import run_locks
+from rankzero.errors import RunFailed
+from rankzero.tuning.store_locks import StoreLocks, open_locks
 
 if TYPE_CHECKING:
     from rankzero.tuning.study import Study
 
-LEADER, BEAT = "leader", "beat "
-DEAD_SECONDS = 180.0
-"""A process of another machine without a heartbeat for so long is taken for dead."""
-_BEAT_SECONDS = 20.0
-_SETTLE_SECONDS = 0.2
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+LEADER, MEMBER = "leader", "beat "
+"""Facts of a study: the leader's name, and for each member when it began. Older versions wrote
+heartbeats there."""
 
 
-def lead(study: Study, settle_seconds: float = _SETTLE_SECONDS) -> bool:
+class Members:
+    """The members of a study, as one of them sees them."""
+
+    def __init__(self, study: str, storage: str) -> None:
+        self._study, self._storage = study, storage
+        # Host and number are for people. The rest is another one in each process.
+        self.own_name = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
+        self._locks: StoreLocks | None = None
+        self.leads = False
+        """Whether this process took the lead, and has not left since."""
+
+    def join(self) -> None:
+        """Be alive to the other members until `close`, or this process's end."""
+        self._open().take(self._number(self.own_name))
+
+    def close(self) -> None:
+        """Leave the study."""
+        if self._locks is not None:
+            self._locks.close()
+            self._locks, self.leads = None, False
+
+    def take_lead(self) -> bool:
+        """Return whether this process leads from now on. False if another one does."""
+        self.leads = self._open().take(self._number(LEADER))
+        return self.leads
+
+    def has_leader(self) -> bool:
+        """Return whether another live process leads."""
+        return self._open().is_taken(self._number(LEADER))
+
+    def is_alive(self, member: str) -> bool:
+        """Return whether a member is alive."""
+        return member == self.own_name or self._open().is_taken(self._number(member))
+
+    def _open(self) -> StoreLocks:
+        # Late: who only reads a study needs no right to write.
+        if self._locks is None:
+            self._locks = open_locks(self._storage)
+        return self._locks
+
+    def _number(self, name: str) -> int:
+        # 62 bits: the end of a file's byte range must fit into 63.
+        digest = hashlib.sha256(f"{self._study}\n{name}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") >> 2
+
+
+def lead(study: Study) -> bool:
     """Become the leader if no live process leads; return whether this process leads.
 
     The leader trains the reference, confirms and decides. The others help with trials.
     """
-    if not has_leader(study):
-        # First the heartbeat: another machine may look at this moment.
-        study.note(BEAT + own_name(), time.time())
-        study.note(LEADER, own_name())
-        # If two processes do this at the same time, the later one leads.
-        time.sleep(settle_seconds)
-    return leader(study) == own_name()
+    leads = study.members.take_lead()
+    if leads:
+        study.note(LEADER, study.members.own_name)
+    return leads
+
+
+def require_lead(study: Study) -> None:
+    """Raise RunFailed if this process led the study and another one leads it now."""
+    # A server that restarts, or a link that is cut, ends the locks of a process that lives on.
+    if study.members.leads and leader(study) != study.members.own_name:
+        raise RunFailed(
+            f"another process leads study {study.name} since this one lost the database for a "
+            "while: it decides"
+        )
 
 
 def leader(study: Study) -> str:
-    """Return the leading process's name, or an empty text if none led yet."""
+    """Return the leading process's name, or an empty text if none led yet or it has decided."""
     return str(study.facts.get(LEADER, ""))
-
-
-def has_leader(study: Study) -> bool:
-    """Return whether a live process leads."""
-    return is_alive(study, leader(study))
-
-
-def is_alive(study: Study, member: str | None) -> bool:
-    """Return whether a member is alive; on another machine, by its last heartbeat."""
-    if not member:
-        return False
-    machine, pid, started = member.rsplit(" ", 2)
-    if machine == _machine_name():
-        return run_locks.process_start(int(pid)) == started != ""
-    return time.time() - float(study.facts.get(BEAT + member, 0.0)) < DEAD_SECONDS
-
-
-@contextlib.contextmanager
-def heartbeats(study: Study) -> Iterator[None]:
-    """Write heartbeats of this process during the block."""
-    stop = threading.Event()
-
-    def beat() -> None:
-        while True:
-            # The database may be unreachable for a while. Then the next heartbeat will do.
-            with contextlib.suppress(Exception):
-                study.note(BEAT + own_name(), time.time())
-            if stop.wait(_BEAT_SECONDS):
-                return
-
-    thread = threading.Thread(target=beat, daemon=True, name="rankzero-heartbeat")
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
-def own_name() -> str:
-    """Return this process's name: its machine, its number, and the time of its start."""
-    # The start separates two processes that had the same number one after the other.
-    return f"{_machine_name()} {os.getpid()} {run_locks.process_start(os.getpid())}"
-
-
-def _machine_name() -> str:
-    """Return a name for the scope of process numbers: host name, boot and container."""
-    # Process numbers start again with each boot, and each container has its own.
-    boot, container = "", ""
-    with contextlib.suppress(OSError):
-        boot = _BOOT_ID.read_text()[:8]
-    with contextlib.suppress(OSError):
-        container = Path("/proc/self/ns/pid").readlink().name.strip("pid:[]")
-    return "/".join([socket.gethostname(), boot, container])

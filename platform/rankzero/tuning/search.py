@@ -6,6 +6,7 @@ confirms and decides. The others help with trials.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import secrets
@@ -71,6 +72,8 @@ class SearchSetup:
     probes: bool
     use: str
     """The command that trains with the sweet spot."""
+    again: str
+    """This command."""
     offline: bool
     """Whether runs are only recorded, and delivered to MLflow later."""
     tags: Mapping[str, str]
@@ -87,10 +90,12 @@ class SearchOutcome:
     """How this process's part in a search ended."""
 
     text: str
-    folder: RunFolder
-    """The run of this process's part."""
+    folder: RunFolder | None
+    """The run of this process's part. None: it had none."""
     use: str = ""
     """The command that trains with the sweet spot, if this process decided."""
+    is_leaderless: bool = False
+    """Whether the leader is gone, so that nobody will decide until a command does."""
 
 
 def run(setup: SearchSetup) -> SearchOutcome:
@@ -112,19 +117,20 @@ def run(setup: SearchSetup) -> SearchOutcome:
     )
     space = space_of_version(study, setup.space, setup.options)
     setup = dataclasses.replace(setup, space=space)
-    leads = members.lead(study)
-    if not (leads or setup.shared):
-        _, pid, _ = members.leader(study).rsplit(" ", 2)
-        raise UserError(
-            f"process {pid} is searching study {study.name}: wait for it. To run trials side by "
-            "side give that command --parallel, to share a study between machines --storage URL"
-        )
-    with members.heartbeats(study):
+    with contextlib.closing(study.members):
+        leads = members.lead(study)
+        if not (leads or setup.shared):
+            pid = members.leader(study).split(" ")[1:2]
+            raise UserError(
+                f"process {' '.join(pid)} is searching study {study.name}: wait for it. To run "
+                "trials side by side give that command --parallel, to share a study between "
+                "machines --storage URL"
+            )
         return _lead(setup, study) if leads else _help(setup, study)
 
 
 def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
-    with _open_run(setup, setup.identity) as run:
+    with _open_run(setup, _identity(setup, study)) as run:
         began = time.monotonic()
         probe = _probe(setup, run) if setup.probes else Probe()
         measured, speed = probe.cells, speed_knobs.decided(probe.effects)
@@ -169,7 +175,16 @@ def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
             "noise": verdict.noise,
         }
         run.finish(text, summary)
+        study.note(members.LEADER, "")
     return SearchOutcome(text, run.folder, setup.use)
+
+
+def _identity(setup: SearchSetup, study: Study) -> Identity:
+    """Return the identity of the study's run in MLflow, whichever machines have led the study."""
+    parent = study.facts.get(_PARENT)
+    if parent and parent["tracking_uri"] == url_without_secrets(setup.identity.tracking_uri):
+        return dataclasses.replace(setup.identity, uuid=parent["uuid"])
+    return setup.identity
 
 
 def _probe(setup: SearchSetup, run: StudyRun) -> Probe:
@@ -188,9 +203,11 @@ def _probe(setup: SearchSetup, run: StudyRun) -> Probe:
 
 def _help(setup: SearchSetup, study: Study) -> SearchOutcome:
     """Do trials of a study that another process leads, until the budget is spent."""
-    leader = members.leader(study).partition("/")[0]  # the host's name
+    leader = members.leader(study).split(" ")[0] or "another process"  # the host's name
     setup.notify(f"{leader} leads this study: waiting until it has trained your own configuration")
-    await_facts(study, (SPACE, FIRST, _PARENT, TARGET))
+    gone = f"{leader} led it and has ended without a verdict: `{setup.again}` continues and decides"
+    if not await_facts(study, (SPACE, FIRST, _PARENT, TARGET)):
+        return SearchOutcome(f"Helped with no trial of {study.name}. {gone}", None, "", True)
     space = check_space(study, setup.space, setup.options)
     # If both deliver to the same MLflow, this process's run is a child of the study's.
     parent = study.facts[_PARENT]
@@ -204,10 +221,14 @@ def _help(setup: SearchSetup, study: Study) -> SearchOutcome:
     with _open_run(setup, identity) as run:
         session = Session(study, space, _launchers(setup, run), setup.options, setup.notify)
         session.help(first_guesses(study))
-        own = [one for one in study.trials() if one.facts.get(OWNER) == members.own_name()]
-        text = f"Helped with {len(own)} trials of {study.name}; {leader} confirms and decides."
+        own = [one for one in study.trials() if one.facts.get(OWNER) == study.members.own_name]
+        # In this order: a leader that decides notes it before it frees its lock.
+        decides = study.members.has_leader()
+        is_leaderless = not decides and members.leader(study) != ""
+        end = f"{leader} confirms and decides" if decides else "The study is decided"
+        text = f"Helped with {len(own)} trials of {study.name}. {gone if is_leaderless else end}."
         run.finish(text, {})
-    return SearchOutcome(text, run.folder)
+    return SearchOutcome(text, run.folder, "", is_leaderless)
 
 
 def _open_run(setup: SearchSetup, identity: Identity) -> AbstractContextManager[StudyRun]:
@@ -244,6 +265,7 @@ def _report(
     run: StudyRun,
 ) -> str:
     """Write the verdict and its evidence into the run and the study; return it as sentences."""
+    members.require_lead(study)
     trials, goal = study.trials(), space.reference.goal
     chosen = trials[verdict.winner.trial].parameters
     text = " ".join([_sentence(setup, space, study, verdict), *devices.sentences()])

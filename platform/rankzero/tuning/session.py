@@ -9,13 +9,14 @@ import dataclasses
 import functools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rankzero.config import override
 from rankzero.errors import RunFailed
 from rankzero.experiment import Experiment
-from rankzero.tuning import next_trial
+from rankzero.tuning import members, next_trial
 from rankzero.tuning.budget import REFERENCE_SECONDS, Budget
 from rankzero.tuning.learning_curve import LearningCurve
 from rankzero.tuning.objective import Objective, target_quality
@@ -33,6 +34,9 @@ CONFIRMATIONS, DISTURBED, TARGET = "confirmations", "disturbed", "target"
 """Facts of a study: the confirmation runs, the seeds of those that were trained again because the
 machine's speed changed, and the quality that trials must reach."""
 _MOST_REPEATS = 50  # draws of known configurations in a row, before the space counts as exhausted
+_MOST_LOSSES = 2  # of a configuration's trial, or confirmation run, that is tried again
+_LOST = "lost"
+"""A fact of an abandoned trial: its host process died."""
 _POLL_SECONDS = 1.0
 
 
@@ -56,7 +60,7 @@ class Session:
         self._pool, self._clock = TrialPool(launchers, options.silence_seconds), clock
         self._budget = Budget(study, space, options, clock, already_seconds, len(launchers))
         self._guesses: Sequence[Mapping[str, Any]] = ()
-        self._repeats = 0
+        self._repeats, self._losses = 0, Counter[str]()
 
     def run(self, guesses: Sequence[Mapping[str, Any]] = ()) -> Verdict:
         """Search until the budget is spent, confirm, decide. Raises RunFailed.
@@ -106,10 +110,10 @@ class Session:
 
     def _train_reference(self) -> None:
         """Train the user's own configuration once. Raises RunFailed if that fails."""
-        if self._reference() is None:
+        while self._reference() is None:
             self._pool.run_all([self._reference_job()])
-            if self._reference() is None:
-                last = self._study.trials()[-1]
+            last = self._study.trials()[-1]
+            if self._reference() is None and not last.abandoned:
                 text = "your own configuration did not train to its end, so there is nothing to "
                 text += f"compare with: {last.facts.get('reason')}"
                 if last.state == "PRUNED":
@@ -123,7 +127,7 @@ class Session:
         objective = dataclasses.replace(self._objective, target=reference.goal.target)
 
         def ended(result: TrialResult | None) -> None:
-            if result is not None:
+            if result is not None and not result.was_lost:
                 self._study.note(REFERENCE_SECONDS, self._clock() - began)
                 if result.state == "PRUNED" and reference.goal.target is not None:
                     is_quality = objective.name == "quality"
@@ -219,7 +223,14 @@ class Session:
         if result is None:
             self._abandon(number, "the search was interrupted")
             return
-        devices = self._space.devices_of(self._study.trials()[number].parameters)
+        trials = self._study.trials()
+        parameters = trials[number].parameters
+        lost = [one for one in trials if _LOST in one.facts and one.parameters == parameters]
+        if result.was_lost and len(lost) < _MOST_LOSSES:
+            self._notify(f"trial {number} was lost with its host process: it is tried again")
+            self._abandon(number, "its host process died", {_LOST: True})
+            return
+        devices = self._space.devices_of(parameters)
         facts = follower.facts(result, experiment, self._label(number), devices)
         self._study.tell(number, result.state, result.value, result.constraints, facts)
         what = f"batch {facts['batch_size']}, {facts['precision']}, lr {facts['lr']:.2g}"
@@ -231,8 +242,9 @@ class Session:
             line += f"  {facts['samples_per_second']:,.0f} samples/s"
         self._notify(f"{line}  {result.reason}")
 
-    def _abandon(self, number: int, reason: str) -> None:
-        self._study.tell(number, "FAIL", None, {}, {"run": self._label(number), "reason": reason})
+    def _abandon(self, number: int, reason: str, facts: Mapping[str, Any] | None = None) -> None:
+        facts = {"run": self._label(number), "reason": reason, **(facts or {})}
+        self._study.tell(number, "FAIL", None, {}, facts)
         self._study.abandon(number)
 
     def _label(self, number: int) -> str:
@@ -255,6 +267,7 @@ class Session:
         challengers = next_trial.challengers(trials, space, self._options.challengers)
         candidates = [trial for trial in (reference, *challengers) if trial is not None]
         for look in range(LOOKS):
+            members.require_lead(self._study)
             if len(candidates) < 2:
                 return
             rounds = range(look * seeds, (look + 1) * seeds)
@@ -268,8 +281,11 @@ class Session:
 
     def _train_rounds(self, candidates: Sequence[Trial], rounds: Sequence[int]) -> None:
         first_seed = self._space.reference.train.seed
-        missing = confirm.missing_runs(candidates, first_seed, rounds, self._confirmations())
-        self._pool.run_all(self._confirmation_job(*run) for run in missing)
+        # Runs that are lost with their host process are missing again.
+        while missing := list(
+            confirm.missing_runs(candidates, first_seed, rounds, self._confirmations())
+        ):
+            self._pool.run_all(self._confirmation_job(*run) for run in missing)
 
     def _repeat_disturbed(self, candidates: Sequence[Trial]) -> None:
         """Train another round for each in which the machine's speed changed, if there is time."""
@@ -293,11 +309,17 @@ class Session:
 
     def _confirmation_job(self, trial: Trial, seed: int) -> TrialJob:
         objective = self._objective
+        label = f"{self._study.name}-confirm-{trial.number}-seed{seed}"
 
         def ended(result: TrialResult | None) -> None:
             # Nothing is stored of an interrupted run, so a later start trains it again.
             if result is None:
                 return
+            if result.was_lost and self._losses[label] < _MOST_LOSSES:
+                self._losses[label] += 1
+                self._notify(f"{label} was lost with its host process: it is trained again")
+                return
+            members.require_lead(self._study)
             run = confirm.as_run(trial.number, seed, result, objective)
             self._study.note(CONFIRMATIONS, [*self._confirmations(), dataclasses.asdict(run)])
             value = "missed the quality" if run.value is None else f"{abs(run.value):.4g}"
@@ -311,7 +333,6 @@ class Session:
             return f"does not reach the quality in {number_text(curve.seconds)} s" if late else ""
 
         experiment = override(self._space.experiment(trial.parameters), {"train.seed": seed})
-        label = f"{self._study.name}-confirm-{trial.number}-seed{seed}"
         devices = self._space.devices_of(trial.parameters)
         return TrialJob(experiment, label, objective, ended, why_prune, devices)
 

@@ -31,7 +31,7 @@ from rankzero.errors import UserError
 from rankzero.mlflow_store import drivers
 from rankzero.redaction.text import text_without_secrets, url_without_secrets
 from rankzero.search_ranges import Choice, Integer, LogUniform, Range, Uniform
-from rankzero.tuning import members
+from rankzero.tuning.members import MEMBER, Members
 from rankzero.tuning.options import Pruner, Sampler
 from rankzero.tuning.trial import State, Trial
 
@@ -49,9 +49,10 @@ _ABANDONED, _ABANDONED_LIST = "abandoned ", "abandoned"  # older versions stored
 class Study:
     """An open study. Several processes, on several machines, may share one."""
 
-    def __init__(self, study: optuna.Study, sampler: Sampler, seed: int) -> None:
+    def __init__(self, study: optuna.Study, storage: str, sampler: Sampler, seed: int) -> None:
         self._study, self._sampler, self._seed = study, sampler, seed
         self.name: str = study.study_name
+        self.members = Members(self.name, storage)
         self._distributions: dict[str, BaseDistribution] = {}
         self._open: dict[int, optuna.Trial] = {}
         """The trials of this process."""
@@ -78,7 +79,7 @@ class Study:
                 trial = self._study.ask(
                     {name: one for name, one in self._distributions.items() if name in names}
                 )
-                trial.set_user_attr(OWNER, members.own_name())
+                trial.set_user_attr(OWNER, self.members.own_name)
                 self._open[trial.number] = trial
                 return trial.number, dict(trial.params)
 
@@ -169,7 +170,7 @@ class Study:
 
     def _may_have_owner(self, trial: optuna.trial.FrozenTrial) -> bool:
         if OWNER in trial.user_attrs:
-            return members.is_alive(self, trial.user_attrs[OWNER])
+            return self.members.is_alive(trial.user_attrs[OWNER])
         # The owner's name is stored a moment after the trial.
         now = time.monotonic()
         return now - self._ownerless_since.setdefault(trial.number, now) < _DRAWING_SECONDS
@@ -188,7 +189,7 @@ class Study:
 
 
 def open_study(storage: str, name: str, *, sampler: Sampler, pruner: Pruner, seed: int) -> Study:
-    """Open the study of this name, or create it. Raises UserError for an unusable storage."""
+    """Open the study of this name, or create it, as a member. Raises UserError."""
     with _database(storage) as database:
         study = optuna.create_study(
             storage=database,
@@ -197,7 +198,10 @@ def open_study(storage: str, name: str, *, sampler: Sampler, pruner: Pruner, see
             load_if_exists=True,
             pruner=_make_pruner(pruner),
         )
-    return Study(study, sampler, seed)
+        found = Study(study, storage, sampler, seed)
+        found.members.join()
+        found.note(f"{MEMBER}{found.members.own_name}", time.time())
+    return found
 
 
 def find_study(storage: str, name: str) -> Study:
@@ -209,7 +213,7 @@ def find_study(storage: str, name: str) -> Study:
             raise UserError(
                 f"no study is called {name!r} in {url_without_secrets(storage)}; {known}"
             )
-        return Study(optuna.load_study(study_name=name, storage=database), "random", 0)
+        return Study(optuna.load_study(study_name=name, storage=database), storage, "random", 0)
 
 
 def delete_study(storage: str, name: str) -> None:
@@ -217,10 +221,11 @@ def delete_study(storage: str, name: str) -> None:
     with _database(storage) as database:
         if name not in optuna.get_all_study_names(database):
             return
-        study = Study(optuna.load_study(study_name=name, storage=database), "random", 0)
-        beats = [key for key in study.facts if key.startswith(members.BEAT)]
-        if any(members.is_alive(study, beat.removeprefix(members.BEAT)) for beat in beats):
-            raise UserError(f"processes still search the study {name}: stop them first")
+        study = Study(optuna.load_study(study_name=name, storage=database), storage, "random", 0)
+        known = [key.removeprefix(MEMBER) for key in study.facts if key.startswith(MEMBER)]
+        with contextlib.closing(study.members) as members:
+            if any(map(members.is_alive, known)):
+                raise UserError(f"processes still search the study {name}: stop them first")
         optuna.delete_study(study_name=name, storage=database)
 
 

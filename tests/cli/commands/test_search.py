@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
+import shlex
 import signal
 import sqlite3
 import time
@@ -22,7 +24,7 @@ from rankzero.tuning.options import default_storage
 from rankzero.tuning.space import DEVICES
 from rankzero.tuning.study import find_study
 from support.commands import TINY, Command, events, processes_of
-from support.stores import mlflow_runs
+from support.stores import list_runs, mlflow_runs
 
 MOODY, SLOW = TINY.with_name("moody.py"), TINY.with_name("slow_samples.py")
 
@@ -255,6 +257,34 @@ def test_trials_side_by_side_and_a_second_command_that_helps(rankzero: Command) 
     code, output = rankzero("search", TINY, "--nproc", 1, "--parallel", 99, "--no-probe")
     assert code == 2 and "needs as many processor cores" in output
     assert gone(rankzero.folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_helper_without_a_leader_names_the_command_that_decides(rankzero: Command) -> None:
+    words = (
+        *("search", MOODY.with_name("narrow.py"), "train.epochs=4", "step_seconds=0.05"),
+        *("goal.target=0.9999", "--nproc", 1, "--trials", 8, "--pruner", "none", "--no-probe"),
+        *("--study", "s", "--seeds", 2, "--challengers", 1),
+        *("--storage", f"sqlite:///{rankzero.folder / 'a b.db'}"),
+        *("--tracking-uri", f"sqlite:///{rankzero.folder / 'mlruns' / 'mlflow.db'}"),
+    )
+    # Two stores, as on two machines.
+    leads = rankzero.start(*words, "--trials", 99)
+    rankzero.wait_for_step(1, "s-t00")
+    helps = rankzero.start(*words, "--dir", rankzero.folder / "other")
+    deadline = time.monotonic() + 100
+    while not list(rankzero.folder.glob("other/runs/s-t*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(leads.pid, signal.SIGKILL)
+    helped, _ = helps.communicate(timeout=100)
+    assert helps.returncode == 75 and "has ended without a verdict" in helped, helped
+    (again,) = re.findall("`rankzero (.*)`", helped.replace("\n", " "))
+    code, output = rankzero(*shlex.split(again))
+    assert code == 0 and "use:" in output, output
+    store = f"sqlite:///{rankzero.folder / 'mlruns' / 'mlflow.db'}"
+    runs = [run for run in list_runs(store) if run.name == "s"]
+    assert [run.status for run in runs] == ["FINISHED"]
 
 
 def at_once(folders: list[Path]) -> int:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,10 +22,11 @@ from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.live import look, program
 from rankzero.cli.display.terminal import print_line
 from rankzero.cli.launch_run import libraries_of
-from rankzero.errors import UserError
+from rankzero.errors import RESUMABLE, UserError
 from rankzero.events import RunStarted
 from rankzero.experiment import Experiment
 from rankzero.mlflow_store import uris
+from rankzero.redaction.text import text_without_secrets
 from rankzero.reporting import reproduce
 from rankzero.run_store import names, provenance
 from rankzero.run_store.folder import Identity, RunFolder
@@ -231,6 +233,7 @@ def _search(
         shared=arguments.storage is not None,
         probes=arguments.probe,
         use=f"{program()} train {arguments.experiment} --from {identity.name}",
+        again=text_without_secrets(shlex.join([program(), *sys.argv[1:]])),
         offline=arguments.offline,
         tags=options.tags_of(arguments),
         argv=sys.argv,
@@ -243,12 +246,14 @@ def _search(
     print_line(f"study  {identity.name}  ({arguments.objective}, {where})")
     outcome = search.run(setup)
     print_line(f"\n{outcome.text}")
+    if outcome.folder is None:
+        return RESUMABLE
     delivery_notes.print_delivery(outcome.folder, offline=arguments.offline)
     if outcome.use:
         again = f"{program()} report {identity.name}"
         where = look(identity.tracking_uri, arguments.dir)
         print_line(f"use:   {outcome.use}\nlook:  {where}   again: {again}")
-    return delivery_notes.exit_code(outcome.folder)
+    return RESUMABLE if outcome.is_leaderless else delivery_notes.exit_code(outcome.folder)
 
 
 def _search_options(arguments: argparse.Namespace) -> SearchOptions:

@@ -8,6 +8,7 @@ One process does this, without threads. A trial ends in Optuna and in MLflow as:
     pruned, or cannot win any more         PRUNED     KILLED
     out of memory, loss not finite         PRUNED     FAILED     the configuration is infeasible
     crash, hang (killed after a silence)   FAIL       FAILED
+    host process killed                    FAIL       FAILED     tried again, twice at most
     Ctrl-C                                 FAIL       KILLED     tried again at the next start
 """
 
@@ -17,6 +18,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 from rankzero.config import flatten, override
@@ -28,6 +30,7 @@ from rankzero.tuning.objective import MEMORY, QUALITY, Objective
 from rankzero.tuning.trial import State
 from rankzero.tuning.trials.launcher import LaunchedTrial, TrainLauncher
 
+_TICK_SECONDS = 0.05
 # A trial is measured and not kept.
 _TRIAL_SETTINGS = {
     "train.checkpoints.save_every": 0,
@@ -47,6 +50,8 @@ class TrialResult:
     reason: str
     constraints: Mapping[str, float]
     value: float | None
+    was_lost: bool = False
+    """Whether its host process died: that may be the machine's fault."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +98,14 @@ class TrialPool:
                     self._start(job)
                 if not self._busy:
                     return
-                # A copy: a trial that ends leaves the list.
-                for trial in tuple(self._busy):
-                    if (result := next(trial.looks)) is not None:
+                looks = [(trial, next(trial.looks)) for trial in self._busy]
+                for trial, result in looks:
+                    if result is not None:
                         self._end(trial, result)
+                # One wait for all of them, however many there are.
+                handles = [one for trial in self._busy for one in trial.run.handles]
+                if handles and not any(result for _, result in looks):
+                    wait(handles, _TICK_SECONDS)
         except BaseException:
             # All get the request before the first is waited for, so that they stop together.
             for trial in self._busy:
@@ -162,7 +171,10 @@ def _follow(
             stop_reason, last_sign = f"no sign of life for {silence_seconds:.0f} s", math.inf
             run.kill(stop_reason)
         yield None
-    yield _result(curve, job.objective, run.failure, stop_reason)
+    result = _result(curve, job.objective, run.failure, stop_reason)
+    # What it shows, and what the search did to it, count although its host died.
+    is_lost = run.was_lost and result.state == "FAIL" and not stop_reason
+    yield dataclasses.replace(result, was_lost=is_lost)
 
 
 def _events(run: LaunchedTrial) -> Iterator[list[Event]]:

@@ -35,6 +35,8 @@ class Host:
 
     def __init__(self, libraries: Sequence[str], share: Share | None = None) -> None:
         self._libraries, self._share = tuple(libraries), share or Share()
+        self.was_lost = False
+        """Whether the host died during the trial that has ended."""
         self._start()
 
     def describe(
@@ -65,16 +67,25 @@ class Host:
         """
         if not self._process.is_alive():
             self._start()
+        self.was_lost = False
         self._pipe.send((_launch, entry, topology, request, logs))
 
     def has_ended(self, seconds: float = 0.0) -> bool:
         """Return whether the trial has ended, after at most `seconds`. True once for each trial."""
         # A host that died ends the trial, too: its ranks end with it.
         if not self._pipe.poll(seconds):
-            return not self._process.is_alive()
-        with contextlib.suppress(EOFError):
+            self.was_lost = not self._process.is_alive()
+            return self.was_lost
+        try:
             self._pipe.recv()
+        except EOFError:
+            self.was_lost = True
         return True
+
+    @property
+    def handles(self) -> list[Connection | int]:
+        """Return what `multiprocessing.connection.wait` waits on for the trial's end."""
+        return [self._pipe, self._process.sentinel]
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the trial that runs."""

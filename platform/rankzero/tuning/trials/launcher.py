@@ -9,7 +9,8 @@ import dataclasses
 import itertools
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from rankzero.catalog import lookup
@@ -81,15 +82,25 @@ class LaunchedTrial:
         """Whether all its processes have ended."""
 
     def new_events(self) -> list[Event]:
-        """Return the events since the last call. Wait a moment if there are none."""
+        """Return the events since the last call. Does not wait."""
         found: list[Event] = []
         for path in (self._folder.system(0), self._folder.events):
             events, self._offsets[path] = read(path, self._offsets.get(path, 0))
             found += events
         # Asked only when the journal is read to its end, so that no event is lost.
         if not found and not self.has_ended:
-            self.has_ended = self._host.has_ended(_TICK_SECONDS)
+            self.has_ended = self._host.has_ended()
         return found
+
+    @property
+    def handles(self) -> Sequence[Connection | int]:
+        """Return what `multiprocessing.connection.wait` waits on for the trial's end."""
+        return self._host.handles
+
+    @property
+    def was_lost(self) -> bool:
+        """Return whether its host process died, so that the trial shows nothing."""
+        return self._host.was_lost
 
     @property
     def failure(self) -> FailureKind | None:

@@ -1,0 +1,176 @@
+"""Locks that the processes of a study hold in its store. They end with the process that holds them.
+
+    SQLite              bytes of a file beside the database. The kernel frees them.
+    PostgreSQL, MySQL   locks of a session. The server frees them when the session ends.
+
+A lock has a number. There is no call to free one: `close` frees all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+import threading
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from rankzero.errors import UserError
+from rankzero.mlflow_store import drivers
+from rankzero.redaction.text import url_without_secrets
+from rankzero.run_store.lock_files import open_lock
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+SUFFIX = ".lock"
+_FLOCK = "hhqqi0q"  # struct flock of fcntl(2): type, from where, first byte, bytes, process
+_KEEP_SECONDS = 5.0
+_CONNECT_SECONDS = 10.0
+
+
+class StoreLocks(Protocol):
+    """The locks of one process."""
+
+    def take(self, number: int) -> bool:
+        """Return whether this process holds the lock now. Does not wait."""
+
+    def is_taken(self, number: int) -> bool:
+        """Return whether another process holds the lock."""
+
+    def close(self) -> None:
+        """Free all locks."""
+
+
+class FileLocks:
+    """Locks on bytes of a file, which has no content."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = open_lock(path)
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+
+    def take(self, number: int) -> bool:
+        """Return whether this process holds the lock now."""
+        # These locks belong to the open file. Those of F_SETLK would end with any close of it.
+        with contextlib.suppress(BlockingIOError, PermissionError):
+            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _bytes_of(number))
+            return True
+        return False
+
+    def is_taken(self, number: int) -> bool:
+        """Return whether another process, or another open file of this one, holds the lock."""
+        found = fcntl.fcntl(self._descriptor, fcntl.F_OFD_GETLK, _bytes_of(number))
+        return bool(struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK)
+
+    def close(self) -> None:
+        """Free all locks."""
+        self._close()
+
+
+class _Dialect(NamedTuple):
+    """What a server is asked: when a session begins, to take a lock, and whether it is taken."""
+
+    begin: str
+    take: str
+    is_taken: str
+
+
+_DIALECTS = {
+    # Without keepalives the server would notice a machine's death after two hours.
+    "postgresql": _Dialect(
+        "SELECT set_config('tcp_keepalives_idle', '10', false), "
+        "set_config('tcp_keepalives_interval', '5', false), "
+        "set_config('tcp_keepalives_count', '4', false)",
+        "SELECT pg_try_advisory_lock(:number)",
+        "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 1 "
+        "AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) "
+        "AND ((classid::bigint << 32) | objid::bigint) = :number AND pid <> pg_backend_pid()",
+    ),
+    # A name has at most 64 characters, and belongs to the server and not to the database.
+    "mysql": _Dialect(
+        "SET SESSION wait_timeout = 30",
+        "SELECT GET_LOCK(MD5(CONCAT(DATABASE(), ' ', :number)), 0)",
+        "SELECT COALESCE(IS_USED_LOCK(MD5(CONCAT(DATABASE(), ' ', :number))), CONNECTION_ID()) "
+        "<> CONNECTION_ID()",
+    ),
+}
+
+
+class ServerLocks:
+    """Locks of one session. A thread takes them again if the session was lost."""
+
+    def __init__(self, url: str, dialect: _Dialect, keep_seconds: float = _KEEP_SECONDS) -> None:
+        self._url, self._dialect, self._held = url, dialect, list[int]()
+        self._session: Connection | None = None
+        self._mutex, self._over = threading.RLock(), threading.Event()
+        given = (keep_seconds,)
+        self._thread = threading.Thread(
+            target=self._keep, args=given, daemon=True, name="rankzero-study-locks"
+        )
+        self._thread.start()
+
+    def take(self, number: int) -> bool:
+        """Return whether this process holds the lock now."""
+        with self._mutex:
+            is_own = self._ask(self._dialect.take, number)
+            if is_own and number not in self._held:
+                self._held.append(number)
+            return is_own
+
+    def is_taken(self, number: int) -> bool:
+        """Return whether another session holds the lock."""
+        return self._ask(self._dialect.is_taken, number)
+
+    def close(self) -> None:
+        """Free all locks."""
+        self._over.set()
+        self._thread.join()
+        if self._session is not None:
+            self._session.detach()  # else the pool would keep the session open
+            self._session.close()
+
+    def _ask(self, query: str, number: int) -> bool:
+        from sqlalchemy import text
+
+        with self._mutex:
+            try:
+                if self._session is None:
+                    session = drivers.connect(self._url, _CONNECT_SECONDS)
+                    self._session = session.execution_options(isolation_level="AUTOCOMMIT")
+                    self._session.execute(text(self._dialect.begin))
+                return bool(self._session.execute(text(query), {"number": number}).scalar())
+            except Exception:
+                # The server may have ended the session, and all locks with it.
+                broken, self._session = self._session, None
+                if broken is not None:
+                    broken.invalidate()
+                raise
+
+    def _keep(self, seconds: float) -> None:
+        while not self._over.wait(seconds):
+            # A session may hold a lock many times. The server may be unreachable for a while.
+            with contextlib.suppress(Exception), self._mutex:
+                for number in self._held:
+                    self._ask(self._dialect.take, number)
+
+
+def open_locks(url: str) -> StoreLocks:
+    """Return the locks of the database at `url`. Raises UserError for one that has none."""
+    from sqlalchemy.engine import make_url
+
+    found = make_url(url)
+    name = found.get_backend_name()
+    if name == "sqlite" and found.database:
+        return FileLocks(Path(found.database + SUFFIX).absolute())
+    if name not in _DIALECTS:
+        raise UserError(
+            f"{url_without_secrets(url)} cannot keep a study: give --storage an SQLite file, or "
+            "PostgreSQL to share the study between machines"
+        )
+    return ServerLocks(url, _DIALECTS[name])
+
+
+def _bytes_of(number: int) -> bytes:
+    return struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)

@@ -1,0 +1,35 @@
+"""A real host process, and how the search learns that a trial has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rankzero.launch.agent import Topology
+from rankzero.tuning.trials.host_process import Host
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_killed_host_loses_its_trial_and_the_next_trial_gets_another_host(
+    tmp_path: Path,
+) -> None:
+    with contextlib.closing(Host(())) as host:
+        host.run(time.sleep, Topology(1), 100, tmp_path)  # type: ignore[arg-type]
+        root = psutil.Process(host._process.pid)
+        deadline = time.monotonic() + 100
+        while not (tmp_path / "launcher.log").exists() and time.monotonic() < deadline:
+            assert not host.has_ended(0.1)
+        left = root.children(recursive=True)
+        os.kill(root.pid, signal.SIGKILL)
+        assert wait(host.handles, 20) and host.has_ended() and host.was_lost
+        assert not psutil.wait_procs(left, 60)[1], "a rank outlived its host"
+        host.run(str, Topology(1), "whole", tmp_path)
+        assert wait(host.handles, 100) and host.has_ended() and not host.was_lost
