@@ -1,4 +1,4 @@
-"""The leader and the live members, by locks beside SQLite's file and in PostgreSQL."""
+"""The leader and the live members, by locks next to SQLite's file and in PostgreSQL."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Members:
         return member == self.own_name or self._open().is_taken(self._number(member))
 
     def _open(self) -> StoreLocks:
-        # Late: who only reads a study needs no right to write.
+        # Late, because a reader of a study needs no right to write.
         if self._locks is None:
             self._locks = open_locks(self._storage)
         return self._locks

@@ -1,6 +1,6 @@
 """Locks that the processes of a study hold in its store. They end with the process that holds them.
 
-    SQLite              bytes of a file beside the database. The kernel frees them.
+    SQLite              bytes of a file next to the database. The kernel frees them.
     PostgreSQL, MySQL   locks of a session. The server frees them when the session ends.
 
 A lock has a number. There is no call to free one: `close` frees all.
@@ -70,7 +70,7 @@ class FileLocks:
 
 
 class _Dialect(NamedTuple):
-    """What a server is asked: when a session begins, to take a lock, and whether it is taken."""
+    """Queries to a server: to begin a session, to take a lock, to see whether it is taken."""
 
     begin: str
     take: str

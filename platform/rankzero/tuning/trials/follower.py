@@ -172,7 +172,7 @@ def _follow(
             run.kill(stop_reason)
         yield None
     result = _result(curve, job.objective, run.failure, stop_reason)
-    # What it shows, and what the search did to it, count although its host died.
+    # A result that was reached, and a stop by the search, count although the host died.
     is_lost = run.was_lost and result.state == "FAIL" and not stop_reason
     yield dataclasses.replace(result, was_lost=is_lost)
 
