@@ -433,8 +433,13 @@ def test_shared_memory_that_a_scenario_left_is_found(
     monkeypatch.setenv(room.INSIDE, str(os.getpid()))
     place = Ground(tmp_path / "ground", 1, new_store)
     promises.nothing_is_left(place)
+    (memory / "sem.IZR0Rc").touch()
+    promises.nothing_is_left(place)
+    (memory / "sem.mp-abcd1234").touch()
     (memory / "torch_1_2").touch()
-    expect_broken("orphan: shared memory torch_1_2$", promises.nothing_is_left, place)
+    expect_broken(
+        "orphan: shared memory sem.mp-abcd1234, torch_1_2$", promises.nothing_is_left, place
+    )
     monkeypatch.delenv(room.INSIDE)
     # Without a namespace, the file may be another program's.
     promises.nothing_is_left(place)
