@@ -14,6 +14,7 @@ SHARED = {
     "tests/cli/test_browse.py",
     "tests/cli/test_strategies.py",
     "tests/crash_points/test_crash_points.py",
+    "tests/experiments/test_examples.py",
     "tests/old_stores/test_old_stores.py",
     "tests/torture/test_campaign.py",
     "tests/training/data/test_two_ranks.py",
