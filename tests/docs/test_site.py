@@ -17,6 +17,7 @@ import rankzero
 from rankzero import config, experiment_file
 from rankzero.cli import main
 from rankzero.errors import UserError
+from support.commands import Command
 from support.training import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +114,30 @@ def test_each_block_of_the_guide_trains(train: Trainer, tmp_path: Path) -> None:
     for experiment in trained:
         short = config.override(experiment(), {"train.epochs": 1, "train.steps": 2})
         assert train(short, tmp_path / experiment.__name__).state.step == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_tutorial_runs(rankzero: Command, tmp_path: Path) -> None:
+    page = ROOT / "docs/tutorial.md"
+    # Shorter than on the page, where the search takes minutes.
+    shorter = {
+        "train": ["train.epochs=2"],
+        "search": ["train.epochs=2", "goal.target=0.5", "--trials=2", "--seeds=2"],
+    }
+    for line in "".join(blocks(page, "sh")).splitlines():
+        words = shlex.split(line)[1:]
+        code, output = rankzero(*words, *shorter.get(words[0], []))
+        assert code == 0, output
+    done = subprocess.run(
+        [sys.executable, "-c", *blocks(page, "python")],
+        cwd=tmp_path,
+        env=rankzero.environ,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
