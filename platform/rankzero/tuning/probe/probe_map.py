@@ -35,7 +35,6 @@ from rankzero.tuning.trials.host_process import Host
 
 _BELOW = 2  # the map starts at the user's batch size over this
 _POLL_SECONDS = 0.2
-_HANG = FailureKind.HANG
 _STATUS: dict[FailureKind, grid.Status] = {
     FailureKind.OUT_OF_MEMORY: "out of memory",
     FailureKind.OUT_OF_HOST_MEMORY: "out of memory",
@@ -156,8 +155,9 @@ def _measure_once(
     for path in request.failures.glob("rank_*.json"):
         path.unlink()
     logs = request.results.with_suffix(".logs")
-    host.run(worker.main, Topology(request.subject.processes), request, logs)
+    # Counted first: the processes may write a line at once.
     shown, has_ended, last_sign = len(_lines(request.results)), False, time.monotonic()
+    host.run(worker.main, Topology(request.subject.processes), request, logs)
     while not has_ended:
         has_ended = host.has_ended(_POLL_SECONDS)
         lines = _lines(request.results)
@@ -170,7 +170,7 @@ def _measure_once(
             # Infinite, so that it is killed once.
             last_sign = math.inf
             reason = f"no result for {silence_seconds:.0f} s (--silence-seconds)"
-            failures.write(Failure(time.time(), -1, reason, "", _HANG), request.failures)
+            failures.write(Failure(time.time(), -1, reason, "", FailureKind.HANG), request.failures)
             host.signal(signal.SIGQUIT)
     # A cell that was begun and has no result has killed its processes.
     if lines and "begun" in lines[-1]:
