@@ -14,8 +14,8 @@ cent more speed (Eager, Zahorjan and Lazowska 1989).
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 
 from rankzero.tuning.probe import grid
@@ -25,7 +25,6 @@ from rankzero.tuning.space import devices_text, number_text
 SCALING_COLUMNS = ("devices", "samples/s", "speed-up", "efficiency", "communication", "source")
 _FARTHEST = 64  # times the most devices: no prediction beyond
 _SURE = 0.2  # relative: a measurement with a wider interval is no base for a curve
-_SWEEPS = 20_000  # of the fit, in which its three factors take turns; about 50 ms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,26 +127,17 @@ def fitted(seconds: Mapping[int, float]) -> list[float]:
 
     `seconds`: of a step, by the number of devices.
     """
+    from scipy.optimize import nnls  # late: it costs a third of a second
+
     wanted = 3 if len(seconds) > 2 else 2
     rows = [[one / took for one in _terms(count)[:wanted]] for count, took in seconds.items()]
-    factors = [0.0] * 3
-    left = [1.0] * len(rows)
-    for _, place in itertools.product(range(_SWEEPS), range(wanted)):
-        column = [row[place] for row in rows]
-        step = _dot(left, column) / _dot(column, column)
-        step = max(step, -factors[place])
-        factors[place] += step
-        left = [rest - step * one for rest, one in zip(left, column, strict=True)]
-    return factors
+    factors, _ = nnls(rows, [1.0] * len(rows))
+    return [*map(float, factors), *[0.0] * (3 - wanted)]
 
 
 def _terms(count: int) -> tuple[float, float, float]:
     return 1 / count, 1.0, float(count)
 
 
-def _dot(left: Sequence[float], right: Sequence[float]) -> float:
-    return math.fsum(one * other for one, other in zip(left, right, strict=False))
-
-
 def _seconds(factors: Sequence[float], count: int) -> float:
-    return _dot(factors, _terms(count))
+    return math.fsum(map(operator.mul, factors, _terms(count)))
