@@ -29,7 +29,7 @@ def test_a_killed_host_loses_its_trial_and_the_next_trial_gets_another_host(
             assert not host.has_ended(0.1)
         left = root.children(recursive=True)
         os.kill(root.pid, signal.SIGKILL)
-        assert wait(host.handles, 20) and host.has_ended() and host.was_lost
+        assert wait(host.handles, 20) and host.has_ended(5.0) and host.was_lost
         assert not psutil.wait_procs(left, 60)[1], "a rank outlived its host"
         host.run(str, Topology(1), "whole", tmp_path)
         assert wait(host.handles, 100) and host.has_ended() and not host.was_lost

@@ -125,14 +125,16 @@ def _main(pipe: Connection, libraries: Sequence[str], share: Share) -> None:
     for number in handled_signals([signal.SIGHUP, signal.SIGINT]):
         signal.signal(number, lambda _number, _frame: None)
     agent.warm_up([*libraries, *_PRELOAD])
-    threading.Thread(target=_follow_the_search, daemon=True).start()
+    working = threading.Lock()
+    threading.Thread(target=_follow_the_search, args=(working,), daemon=True).start()
     # Imported now, while nobody waits, and not in the first trial.
     import torch.distributed.elastic.agent.server.local_elastic_agent  # noqa: F401, TID251
 
     with contextlib.suppress(EOFError, ConnectionError):  # the search has ended or was killed
         while True:
             serve, *given = pipe.recv()
-            pipe.send(serve(*given))
+            with working:
+                pipe.send(serve(*given))
 
 
 def _launch(entry: Callable[[Any], str], topology: agent.Topology, request: Any, logs: Path) -> str:
@@ -161,10 +163,14 @@ def _log_output(path: Path) -> None:
     output.escape_unencodable()
 
 
-def _follow_the_search() -> None:
+def _follow_the_search(working: threading.Lock) -> None:
     """Stop the trial when the search dies: nobody reads its journal, and it holds the GPUs."""
     if (parent := multiprocessing.parent_process()) is not None:
         wait([parent.sentinel])
+    # Nothing is launched and nothing can be any more. On a busy machine, PyTorch's import would
+    # keep this process for half a minute.
+    if working.acquire(blocking=False):
+        os._exit(1)
     # First a stop at the end of a step, then the end of all ranks.
     for number in (signal.SIGTERM, signal.SIGQUIT):
         os.kill(os.getpid(), number)
