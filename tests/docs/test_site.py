@@ -73,7 +73,10 @@ def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
     ] == []
 
 
-@pytest.mark.parametrize("page", ["experiments.md", "own-loop.md", "migration.md"])
+@pytest.mark.parametrize(
+    "page",
+    ["experiments.md", "own-loop.md", pytest.param("migration.md", marks=pytest.mark.slow)],
+)
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
     script = tmp_path / "page.py"
     # A later block shows one need. The next test runs it.

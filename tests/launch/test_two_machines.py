@@ -25,6 +25,7 @@ def namespaces() -> None:
         pytest.skip(f"two machines: this user may not make namespaces ({made.stderr.strip()})")
 
 
+@pytest.mark.slow
 def test_machines_meet_although_their_own_names_are_loopback_addresses(
     tmp_path: Path, namespaces: None
 ) -> None:

@@ -54,6 +54,7 @@ def test_a_summary_counts_broken_promises_by_kind() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_report_lists_scenarios_and_checks_that_were_left_out(
     setup: SharedSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
