@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed-$(shell cksum < requirements.lock | cut -d' ' -f1)
 
-.PHONY: setup demo test test-slow test-integrations docs torture soak fuzz check lint audit format bench lock clean
+.PHONY: setup demo test test-slow test-integrations docs torture soak fuzz check lint audit format bench lock tables clean
 .PHONY: test-with-integrations test-with-keras test-with-deepspeed
 
 setup: $(STAMP)
@@ -98,6 +98,11 @@ bench: setup
 	$(BIN)/python benchmarks/checkpoint_blocking.py
 	$(BIN)/python benchmarks/tracking_overhead.py
 	$(BIN)/python benchmarks/server_faults.py
+
+# After `make lock` and `make setup` have brought another MLflow: its tables, ready-made.
+tables: setup
+	rm -f platform/rankzero/mlflow_store/tables/*.sql
+	RANKZERO_WRITE_TABLES=1 $(BIN)/pytest tests/mlflow_store/test_ready_tables.py
 
 lock:
 	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --python-version 3.11 --group dev \

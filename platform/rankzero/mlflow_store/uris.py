@@ -7,6 +7,7 @@ default, with ``mlflow.db``, ``artifacts/`` and ``runs/<name>/``.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from rankzero.errors import UserError
-from rankzero.mlflow_store import drivers
+from rankzero.mlflow_store import drivers, ready_tables
 from rankzero.run_store import lock_files
 from rankzero.run_store.location import make_root
 
@@ -137,6 +138,7 @@ def make_tables(tracking_uri: str, make: Callable[[str], object]) -> None:
             shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=_SETUP, dir=path.parent) as folder:
             made = Path(folder) / path.name
+            ready_tables.create(made, importlib.metadata.version("mlflow"))
             make(f"sqlite:///{made}")
             # One transaction, which keeps the write-ahead log of the target.
             with (
