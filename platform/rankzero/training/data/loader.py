@@ -6,6 +6,7 @@ the same on one rank or many, with or without loading processes, before and afte
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -17,14 +18,9 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 from rankzero.experiment import Experiment
 from rankzero.training.data import processes
 from rankzero.training.data.batch import to_device
-from rankzero.training.data.order import BatchOrder, mix, shard
-from rankzero.training.data.samples import (
-    BatchMaker,
-    Collate,
-    batch_maker,
-    preserved_rng,
-    seed_cpu,
-)
+from rankzero.training.data.draws import SeededDraws
+from rankzero.training.data.order import BatchOrder, mix_in, shard
+from rankzero.training.data.samples import BatchMaker, Collate, batch_maker
 
 # A tensor data set of up to this size is copied to the GPU once, and batches are gathered there.
 RESIDENT_BYTES = 1 << 30
@@ -127,6 +123,7 @@ class _SeededBatches(Dataset[Any]):
 
     def __init__(self, dataset: Any, seed: int, maker: BatchMaker) -> None:
         self._dataset, self._seed, self._maker = dataset, seed, maker
+        self._draws = SeededDraws()
         # A Subset has batched access in any case, and only passes it on to what it is a part of.
         inner = dataset
         while getattr(type(inner), "__getitems__", None) is Subset.__getitems__:
@@ -135,26 +132,28 @@ class _SeededBatches(Dataset[Any]):
 
     def __getitem__(self, key: Key) -> Any:
         """Return a batch and its samples, or the Failure of the user's code."""
-        number, epoch, indices = key
+        return self._draws.run(functools.partial(self._load, *key))
+
+    def _load(self, number: int, epoch: int, indices: list[int]) -> Any:
         samples: list[Any] = []
-        with preserved_rng():
-            try:
-                if self._is_batched:
-                    seed_cpu(mix(self._seed, epoch, indices[0]))
-                    samples = list(self._dataset.__getitems__(indices))
-                else:
-                    for index in indices:
-                        seed_cpu(mix(self._seed, epoch, index))
-                        samples.append(self._dataset[index])
-                return self._maker.make(number, samples), len(indices)
-            except Exception as error:
-                which = ", ".join(map(str, indices[:8])) + ", …" * (len(indices) > 8)
-                where = f"collate() of samples {which}"
-                if self._is_batched and not samples:
-                    where = f"samples {which}"
-                elif len(samples) < len(indices):
-                    where = f"sample {indices[len(samples)]}"
-                return self._maker.failure(error, where)
+        mixed = mix_in(mix_in(0, self._seed), epoch)
+        try:
+            if self._is_batched:
+                self._draws.seed(mix_in(mixed, indices[0]) >> 1)
+                samples = list(self._dataset.__getitems__(indices))
+            else:
+                for index in indices:
+                    self._draws.seed(mix_in(mixed, index) >> 1)
+                    samples.append(self._dataset[index])
+            return self._maker.make(number, samples, self._draws.seed), len(indices)
+        except Exception as error:
+            which = ", ".join(map(str, indices[:8])) + ", …" * (len(indices) > 8)
+            where = f"collate() of samples {which}"
+            if self._is_batched and not samples:
+                where = f"samples {which}"
+            elif len(samples) < len(indices):
+                where = f"sample {indices[len(samples)]}"
+            return self._maker.failure(error, where)
 
 
 def _numbered(keys: Iterable[tuple[int, Tensor]], first: int) -> Iterator[Key]:

@@ -299,10 +299,12 @@ def shard(samples: int, batch_size: int, rank: int, world_size: int) -> Iterator
 
 def mix(*numbers: int) -> int:
     """Return a 63-bit seed that differs if any of `numbers` does (splitmix64)."""
-    state = 0
-    for number in numbers:
-        state = (state ^ number) + _GOLDEN & _MASK
-        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
-        state ^= state >> 31
-    return state >> 1
+    return functools.reduce(mix_in, numbers, 0) >> 1
+
+
+def mix_in(state: int, number: int) -> int:
+    """Return the 64-bit state of a mix after one more number."""
+    state = (state ^ number) + _GOLDEN & _MASK
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
+    return state ^ state >> 31

@@ -6,16 +6,15 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from rankzero.experiment import Experiment
 from rankzero.launch import failures
 from rankzero.launch.failures import Failure
+from rankzero.training.data.draws import GENERATORS
 from rankzero.training.data.order import Choose, mix
 
 Collate = Callable[..., Any]
@@ -31,9 +30,12 @@ class BatchMaker:
     """The part of the data that is read: ranks with the same part draw the same."""
     training: bool
 
-    def make(self, number: int, samples: list[Any]) -> Any:
-        """Return the batch with this number, counted from the start of the run."""
-        seed_cpu(mix(self.seed, number, self.rank, self.training))
+    def make(self, number: int, samples: list[Any], seed: Callable[[int], None]) -> Any:
+        """Return the batch with this number, counted from the start of the run.
+
+        `seed` seeds the generators.
+        """
+        seed(mix(self.seed, number, self.rank, self.training))
         return self.collate(samples)
 
     def failure(self, error: Exception, where: str) -> Failure:
@@ -59,26 +61,24 @@ def chosen_by(experiment: Experiment, dataset: Any) -> Choose | None:
     def choose(epoch: int, generator: torch.Generator) -> Sequence[Sequence[int]] | None:
         # The model draws from the global generators, so their state must not depend on the order.
         with preserved_rng():
-            seed_cpu(generator.initial_seed())
+            seed_all(generator.initial_seed())
             return experiment.batches(dataset, epoch, generator)
 
     return choose
 
 
-def seed_cpu(seed: int) -> None:
+def seed_all(seed: int) -> None:
     """Seed this process's generators, but not those of the GPUs: the model draws from them."""
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    for generator in GENERATORS:
+        generator.seed(seed)
 
 
 @contextlib.contextmanager
 def preserved_rng() -> Iterator[None]:
     """Restore this process's generators after the block: the model draws from them too."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    states = [(each, each.get()) for each in GENERATORS]
     try:
         yield
     finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
+        for generator, state in states:
+            generator.set(state)

@@ -36,7 +36,7 @@ from rankzero.training.data.samples import (
     Collate,
     batch_maker,
     preserved_rng,
-    seed_cpu,
+    seed_all,
 )
 from rankzero.training.distributed.world import World
 
@@ -292,7 +292,7 @@ class _Reader:
             where = f"collate() of the {len(samples)} samples"
             if not samples:
                 return None
-            batch = self.maker.make(self.place.batches, samples)
+            batch = self.maker.make(self.place.batches, samples, seed_all)
             inner = None
             if self.is_endless and _has_state(self.stream):
                 where = "state_dict()"
@@ -336,7 +336,8 @@ class _Reader:
             self._epoch, self._position, kept = self._epoch + 1, 0, 0
 
     def _seed(self) -> None:
-        seed_cpu(mix(self.maker.seed, self._epoch, self._position, self.salt))
+        # All of them: a stream cannot be read again, so nobody can learn which ones it uses.
+        seed_all(mix(self.maker.seed, self._epoch, self._position, self.salt))
 
 
 def _own_shards(stream: Any, rank: int, ranks: int, worker: int, workers: int) -> Any:
