@@ -9,7 +9,7 @@ from typing import Any
 
 from rankzero.experiment import Experiment
 from rankzero.telemetry.host import usable_cores
-from rankzero.training import parameter_counts, rng, strategies
+from rankzero.training import malloc, parameter_counts, rng, strategies
 from rankzero.training.data import processes, sets, stream
 from rankzero.training.data.order import BatchOrder
 from rankzero.training.data.stream import Loader
@@ -78,6 +78,7 @@ def build(
     )
     state = _initial_state(strategy, train.ema)
     parts.begin(0, strategy)
+    malloc.keep_freed_memory()
     return job, state
 
 
