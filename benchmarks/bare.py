@@ -1,19 +1,22 @@
 """Train a hand-written PyTorch DDP loop that logs nothing: the baseline of the other benchmarks.
 
-torchrun --nproc-per-node 2 bare.py Mlp 9 out.json
+torchrun --nproc-per-node 2 bare.py Mlp 9 out.json [loading processes [file for rank 0's pid]]
 """
 
+import itertools
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import workloads
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 
 def permutation(epoch: int, samples: int) -> torch.Tensor:
@@ -23,34 +26,58 @@ def permutation(epoch: int, samples: int) -> torch.Tensor:
     return torch.randperm(samples, generator=torch.Generator().manual_seed(mix(0, epoch)))
 
 
-def loop(name: str, steps: int) -> tuple[list[float], float]:
+def gathered(data: TensorDataset, batch: int) -> Iterator[list[torch.Tensor]]:
+    """Yield this rank's batches of tensors in memory, without end."""
+    share = batch // dist.get_world_size()
+    for epoch in itertools.count():
+        order = permutation(epoch, len(data))
+        for position in range(len(data) // batch):
+            start = position * batch + dist.get_rank() * share
+            indices = order[start : start + share]
+            yield [tensor.index_select(0, indices) for tensor in data.tensors]
+
+
+def loaded(experiment: workloads.Workload, data: Dataset[Any], workers: int) -> Iterator[Any]:
+    """Yield this rank's batches of a DataLoader, without end."""
+    sampler = DistributedSampler[Any](data, drop_last=True)
+    share = experiment.train.batch_size // dist.get_world_size()
+    loader = DataLoader(
+        data,
+        batch_size=share,
+        sampler=sampler,
+        num_workers=workers,
+        collate_fn=experiment.collate,
+        persistent_workers=workers > 0,
+        prefetch_factor=4 if workers else None,
+        drop_last=True,
+    )
+    for epoch in itertools.count():
+        sampler.set_epoch(epoch)
+        yield from loader
+
+
+def loop(name: str, steps: int, workers: int = 0) -> tuple[list[float], float]:
     """Train. Return the end time of each step, and the last loss over all ranks."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
     from rankzero.training.rng import seed_all
 
     experiment = getattr(workloads, name)()
     data, _ = experiment.data()
-    x, y = data.tensors
+    in_memory = isinstance(data, TensorDataset)
     batch = experiment.train.batch_size
+    batches = gathered(data, batch) if in_memory else loaded(experiment, data, workers)
     seed_all(0)
     model = DistributedDataParallel(experiment.model(), gradient_as_bucket_view=True)
     optimizer = experiment.optimizer(model)
-    per_epoch, share = len(x) // batch, batch // world
-    order, times, loss = permutation(0, len(x)), [], torch.tensor(0.0)
-    for step in range(steps):
-        position = step % per_epoch
-        if step and position == 0:
-            order = permutation(step // per_epoch, len(x))
-        start = position * batch + rank * share
-        indices = order[start : start + share]
-        loss = cross_entropy(model(x.index_select(0, indices)), y.index_select(0, indices))
+    times, loss = [], torch.tensor(0.0)
+    for each in itertools.islice(batches, steps):
+        loss = experiment.measure(model, each)["loss"]
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         times.append(time.time())
     dist.all_reduce(loss := loss.detach())
-    return times, loss.item() / world
+    return times, loss.item() / dist.get_world_size()
 
 
 def leave() -> None:
@@ -62,13 +89,16 @@ def leave() -> None:
     os._exit(0)
 
 
-def main(name: str, steps: int, out: str) -> None:
+def main(name: str, steps: int, out: str, workers: int = 0, pid: str | None = None) -> None:
     dist.init_process_group("gloo")
-    times, loss = loop(name, steps)
+    if pid and dist.get_rank() == 0:
+        Path(pid).write_text(str(os.getpid()))
+    times, loss = loop(name, steps, workers)
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps({"times": times, "loss": loss}))
     leave()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    name, steps, out, *rest = sys.argv[1:]
+    main(name, int(steps), out, int(rest[0]) if rest else 0, rest[1] if rest[1:] else None)
