@@ -210,7 +210,10 @@ def test_report_of_two_runs_shows_differences(here: Here) -> None:
     assert "tiny.py (second only)" in output and "++        " in output and "nn.GELU()" in output
     everything = here("report", "first", "second", "--all")[1]
     assert "train.seed" in everything and "torch" in everything and "commit" in everything
-    assert here("report", "a", "b", "c")[0] == 2
+    code, output = here("report", "first", "second", "first")
+    row = next(line for line in output.splitlines() if line.startswith("  lr "))
+    assert code == 0 and row.split() == ["lr", "0.05", "0.001", "0.05"]
+    assert here("report", "first", "b", "c")[0] == 2
 
 
 def test_narrow_terminal(trained: Command) -> None:

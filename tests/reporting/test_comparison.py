@@ -39,17 +39,19 @@ def test_only_differences_are_shown() -> None:
         ended(metrics={"samples_per_second": 250.0}),
         packages={"torch": "2.15", "scipy": "1"},
     )
-    found = {title: {row.key: row for row in rows} for title, rows in sections(left, right).items()}
+    found = {
+        title: {row.key: row for row in rows} for title, rows in sections([left, right]).items()
+    }
     assert found["Settings"].keys() == {"lr"} and found["Packages"].keys() == {"numpy", "scipy"}
     assert (
         found["Result"]["best val/accuracy"].change == "+20.0%"
         and "train/loss" not in found["Result"]
     )
     assert found["Speed"]["samples/s"] == comparison.ComparisonRow(
-        "samples/s", "100", "250", "2.50x"
+        "samples/s", ("100", "250"), "2.50x"
     )
-    assert "Machine" not in found and not sections(left, left)
-    assert sections(left, left, everything=True).keys() >= {"Result", "Settings", "Code"}
+    assert "Machine" not in found and not sections([left, left])
+    assert sections([left, left], everything=True).keys() >= {"Result", "Settings", "Code"}
 
 
 def test_uncommitted_changes_are_compared_by_file() -> None:

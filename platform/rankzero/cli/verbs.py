@@ -55,7 +55,7 @@ VERBS = {
     ),
     "runs": Verb("list runs", "rankzero runs 'val/accuracy>0.9' status=FINISHED --sort -samples/s"),
     "report": Verb(
-        "report on a run or a search, or compare two runs", "rankzero report digits-a digits-b"
+        "report on a run or a search, or compare runs", "rankzero report digits-a digits-b"
     ),
     "delete": Verb(
         "delete runs here and in MLflow; they can be restored",

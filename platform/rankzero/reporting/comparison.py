@@ -1,4 +1,4 @@
-"""The differences between two runs: results, speed, settings, code, packages, machine."""
+"""The differences between runs: results, speed, settings, code, packages, machine."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import dataclasses
 import difflib
 import itertools
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
+from rankzero.catalog.summary import read_summary
 from rankzero.metric_names import SPEED
 from rankzero.reporting import reproduce
-from rankzero.reporting.run_facts import Facts
+from rankzero.reporting.run_facts import Facts, fold
+from rankzero.run_store import provenance
+from rankzero.run_store.folder import RunFolder
 from rankzero.scalars import number
 
 _CODE = {
@@ -31,7 +34,7 @@ _SPEEDS = {
 
 @dataclasses.dataclass(frozen=True)
 class RunSide:
-    """One of the two runs."""
+    """One of the runs."""
 
     name: str
     status: str
@@ -44,30 +47,38 @@ class RunSide:
 
 @dataclasses.dataclass(frozen=True)
 class ComparisonRow:
-    """One value in both runs; empty if a run does not have it."""
+    """One value in each run; empty if a run does not have it."""
 
     key: str
-    left: str
-    right: str
+    values: tuple[str, ...]
     change: str = ""
+    """From the first run to the second, if there are two."""
+
+
+def side_of(folder: RunFolder) -> RunSide:
+    """Return a run as one side of a comparison."""
+    packages, patch = provenance.read_artifacts(folder.artifacts)
+    facts = fold(folder.all_events())
+    return RunSide(folder.identity.name, read_summary(folder).status, facts, packages, patch)
 
 
 def sections(
-    left: RunSide, right: RunSide, *, everything: bool = False
+    sides: Sequence[RunSide], *, everything: bool = False
 ) -> dict[str, list[ComparisonRow]]:
     """Return the different values by kind; `everything`: equal values, too."""
-    status = ComparisonRow("status", left.status, right.status)
+    facts = [side.facts for side in sides]
+    status = ComparisonRow("status", tuple(side.status for side in sides))
     kinds = {
-        "Result": [status, *_numbers(_metrics(left.facts), _metrics(right.facts))],
-        "Speed": _numbers(_speeds(left.facts), _speeds(right.facts)),
-        "Tags": _texts(left.facts.tags, right.facts.tags),
-        "Settings": _texts(left.facts.params, right.facts.params),
-        "Code": _texts(_code(left), _code(right)),
-        "Packages": _texts(_packages(left), _packages(right)),
-        "Machine": _texts(_machine(left.facts), _machine(right.facts)),
+        "Result": [status, *_numbers([*map(_metrics, facts)])],
+        "Speed": _numbers([*map(_speeds, facts)]),
+        "Tags": _texts([one.tags for one in facts]),
+        "Settings": _texts([one.params for one in facts]),
+        "Code": _texts([*map(_code, sides)]),
+        "Packages": _texts([*map(_packages, sides)]),
+        "Machine": _texts([*map(_machine, facts)]),
     }
     found = {
-        title: [row for row in rows if everything or row.left != row.right]
+        title: [row for row in rows if everything or len(set(row.values)) > 1]
         for title, rows in kinds.items()
     }
     return {title: rows for title, rows in found.items() if rows}
@@ -140,15 +151,16 @@ def _tags(facts: Facts, prefix: str) -> dict[str, str]:
     return {key.removeprefix(prefix): text for key, text in tags if key.startswith(prefix)}
 
 
-def _texts(left: Mapping[str, str], right: Mapping[str, str]) -> Iterator[ComparisonRow]:
-    for key in dict.fromkeys([*left, *right]):
-        yield ComparisonRow(key, left.get(key, ""), right.get(key, ""))
+def _texts(found: Sequence[Mapping[str, str]]) -> Iterator[ComparisonRow]:
+    for key in dict.fromkeys(itertools.chain(*found)):
+        yield ComparisonRow(key, tuple(one.get(key, "") for one in found))
 
 
-def _numbers(left: Mapping[str, float], right: Mapping[str, float]) -> Iterator[ComparisonRow]:
-    for key in dict.fromkeys([*left, *right]):
-        before, after = left.get(key), right.get(key)
-        yield ComparisonRow(key, _text(before), _text(after), _change(before, after))
+def _numbers(found: Sequence[Mapping[str, float]]) -> Iterator[ComparisonRow]:
+    for key in dict.fromkeys(itertools.chain(*found)):
+        values = [one.get(key) for one in found]
+        change = _change(*values) if len(values) == 2 else ""
+        yield ComparisonRow(key, tuple(map(_text, values)), change)
 
 
 def _text(value: float | None) -> str:

@@ -1,10 +1,11 @@
-"""``rankzero report RUN|STUDY``: its result. ``rankzero report A B``: two runs compared."""
+"""``rankzero report RUN|STUDY``: its result. ``rankzero report A B…``: runs compared."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,10 +18,9 @@ from rankzero.catalog import lookup
 from rankzero.catalog.summary import read_summary
 from rankzero.cli.display.terminal import is_interactive, print_table, table_console
 from rankzero.errors import UserError
-from rankzero.reporting import comparison, run_facts, run_report
+from rankzero.reporting import comparison, run_report
 from rankzero.reporting.comparison import RunSide
 from rankzero.run_store import provenance
-from rankzero.run_store.folder import RunFolder
 
 _PATCH_LINES = 40
 _SHORT = {"samples_per_second": "samples/s", "batch_size": "batch"}
@@ -42,19 +42,17 @@ class _Page(Markdown):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = "a run or a study; two runs are compared"
+    what = "a run or a study; several runs are compared"
     parser.add_argument("names", metavar="RUN", nargs="+", help=what)
-    parser.add_argument("--all", action="store_true", help="show also what two runs have in common")
+    parser.add_argument("--all", action="store_true", help="show also what the runs have in common")
     parser.add_argument("--storage", help="the study's database (default: studies.db in --dir)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     runs, names = arguments.dir / "runs", arguments.names
-    if len(names) > 2:
-        raise UserError(f"report takes one run or study, or two runs to compare; got {len(names)}")
-    if len(names) == 2:
-        left, right = (_side(lookup.require(runs, name)) for name in names)
-        _show_differences(left, right, everything=arguments.all)
+    if len(names) > 1:
+        sides = [comparison.side_of(lookup.require(runs, name)) for name in names]
+        _show_differences(sides, everything=arguments.all)
         return 0
     folder = lookup.find(runs, names[0])
     # Only a study's run has this param.
@@ -75,25 +73,20 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _side(folder: RunFolder) -> RunSide:
-    packages, patch = provenance.read_artifacts(folder.artifacts)
-    facts = run_facts.fold(folder.all_events())
-    return RunSide(folder.identity.name, read_summary(folder).status, facts, packages, patch)
-
-
-def _show_differences(left: RunSide, right: RunSide, *, everything: bool) -> None:
-    """Print what differs between two runs, in one table so that the columns are aligned."""
-    table = Table("", left.name, right.name, "", box=None, pad_edge=False)
+def _show_differences(sides: Sequence[RunSide], *, everything: bool) -> None:
+    """Print what differs between runs, in one table so that the columns are aligned."""
+    table = Table("", *(side.name for side in sides), "", box=None, pad_edge=False)
     for column in table.columns:
         column.overflow = "fold"
-    for title, rows in comparison.sections(left, right, everything=everything).items():
+    for title, rows in comparison.sections(sides, everything=everything).items():
         table.add_row(Text(title, style="bold"))
         for row in rows:
-            cells = (f"  {row.key}", row.left, row.right, row.change)
+            cells = (f"  {row.key}", *row.values, row.change)
             table.add_row(*map(Text, cells))  # as Text: values may look like markup
     terminal = table_console()
     terminal.print(table)
-    _show_code(terminal, left, right, None if everything else _PATCH_LINES)
+    for other in sides[1:]:
+        _show_code(terminal, sides[0], other, None if everything else _PATCH_LINES)
 
 
 def _show_code(terminal: Console, left: RunSide, right: RunSide, limit: int | None) -> None:
