@@ -9,9 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rankzero.api.commands import open_ui as open_ui
     from rankzero.api.commands import repeat as repeat
     from rankzero.api.commands import search as search
     from rankzero.api.commands import train as train
+    from rankzero.api.results import comparison as comparison
     from rankzero.api.results import run as run
     from rankzero.api.results import runs as runs
     from rankzero.config import ConfigError as ConfigError
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from rankzero.config import from_yaml as from_yaml
     from rankzero.config import override as override
     from rankzero.config import to_yaml as to_yaml
+    from rankzero.errors import RunFailed as RunFailed
     from rankzero.errors import UserError as UserError
     from rankzero.experiment import Experiment as Experiment
     from rankzero.experiment import Goal as Goal
@@ -34,10 +37,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "rankzero.api.commands": ("repeat", "search", "train"),
-    "rankzero.api.results": ("run", "runs"),
+    "rankzero.api.commands": ("open_ui", "repeat", "search", "train"),
+    "rankzero.api.results": ("comparison", "run", "runs"),
     "rankzero.config": ("ConfigError", "flatten", "from_yaml", "override", "to_yaml"),
-    "rankzero.errors": ("UserError",),
+    "rankzero.errors": ("RunFailed", "UserError"),
     "rankzero.experiment": ("Experiment", "Goal", "Train"),
     "rankzero.training_position": ("Progress",),
     "rankzero.ratio": ("Ratio",),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -19,7 +21,7 @@ import rankzero
 from rankzero.api import commands
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
-from support.commands import TINY, new_store  # noqa: F401 - a fixture
+from support.commands import TINY, new_store, wait_until  # noqa: F401 - a fixture
 from support.paths import EXPERIMENTS
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -95,6 +97,8 @@ def test_example_notebook_runs_from_top_to_bottom(start: Start, tmp_path: Path) 
         and "('FINISHED',\n 0." in output
     )
     assert "Digits(train=Train(epochs=4" in output and "COMPLETE" in output
+    assert output.count("step 88/88  loss") == 1, "one output that is drawn again, and no lines"
+    assert "<comparison of from-a-notebook, digits-search-" in output
     run = rankzero.run("from-a-notebook", dir=tmp_path / "mlruns")
     assert (
         run.params["lr"] == 0.01 and run.params["world_size"] == 2 and run.metrics["val/loss"] > 0
@@ -150,6 +154,44 @@ def test_file_that_trains_when_imported_is_an_error(start: Start, tmp_path: Path
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and output.count('if __name__ == "__main__"') == 1, output
     assert not list((tmp_path / "mlruns").glob("runs/*"))
+
+
+def test_an_error_has_the_text_of_the_command_line(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(
+        "from tiny import Tiny\nclass Broken(Tiny):\n"
+        "    def measure(self, model, batch):\n        raise RuntimeError('CUDA error: odd')\n"
+    )
+    by_hand = start(words=("-m", "rankzero", "train", "broken.py:Broken", "--offline"))
+    process = start(
+        "import rankzero\nfrom broken import Broken\n"
+        "try:\n    rankzero.train(Broken(), nproc=1, offline=True)\n"
+        "except rankzero.RunFailed as error:\n    print('caught', error)\n"
+    )
+    outputs = [one.communicate(timeout=150)[0] for one in (process, by_hand)]
+    caught = outputs[0].partition("caught ")[2]
+    assert caught.startswith("RuntimeError: CUDA error: odd ("), outputs
+    assert outputs[1].partition("\nerror: ")[2] == caught
+
+
+@pytest.mark.slow
+def test_ui_is_served_until_the_program_exits(start: Start, tmp_path: Path) -> None:
+    process = start(
+        "import rankzero, urllib.request\naddress = rankzero.open_ui()\n"
+        "assert rankzero.open_ui() == address\n"
+        "print(address, urllib.request.urlopen(address + '/health').status)\n"
+        "try:\n    rankzero.open_ui(dir='nowhere')\n"
+        "except rankzero.UserError as error:\n    print(error)\n"
+    )
+    output, _ = process.communicate(timeout=90)
+    found = re.match(r"(http://127\.0\.0\.1:\d+) 200\nthere is no store in /.*/nowhere;", output)
+    assert process.returncode == 0 and found, output
+    wait_until(lambda: not answers(found[1]))
+
+
+def answers(address: str) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=5):
+        return True
+    return False
 
 
 def test_experiment_must_be_in_a_file() -> None:

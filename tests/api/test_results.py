@@ -85,6 +85,41 @@ def test_params_have_types(text: str, value: object, tmp_path: Path) -> None:
     assert found == value and type(found) is type(value)
 
 
+def test_runs_and_comparisons_are_html_in_a_notebook(tmp_path: Path) -> None:
+    folders = [make_folder(tmp_path) for _ in range(3)]
+    for folder, rate in zip(folders, ("0.1", "0.2", "<b>0.3</b>"), strict=True):
+        append(folder, started(lr=rate), steps(1, 4), evaluated(4, 0.6), ended())
+    names = [folder.path.name for folder in folders]
+    shown = rankzero.run(names[0], dir=tmp_path)._repr_html_()
+    assert "<h3>FINISHED: trained</h3>" in shown and "<strong>0.6</strong>" in shown
+    found = rankzero.comparison(*names, dir=tmp_path)
+    assert list(found.table.columns) == ["kind", "key", *names]
+    assert found.table.to_numpy().tolist() == [["Settings", "lr", "0.1", "0.2", "<b>0.3</b>"]]
+    shown = found._repr_html_()
+    assert "<td>0.2</td><td>&lt;b&gt;0.3&lt;/b&gt;</td>" in shown and all(n in shown for n in names)
+    with pytest.raises(rankzero.UserError, match="no run is called"):
+        rankzero.comparison(names[0], "absent", dir=tmp_path)
+
+
+def test_checkpoints_are_loaded_by_step(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    append(folder, started(), ended())
+    run = rankzero.run(folder.path.name, dir=tmp_path)
+    with pytest.raises(rankzero.UserError, match="has no checkpoint on this disk"):
+        run.load_checkpoint()
+    for step, accuracy in ((1, 0.9), (2, 0.1)):
+        save = functools.partial(torch.save, {"model": {"w": torch.tensor(step)}})
+        target = checkpoint_files.folder_of(folder.checkpoints, step)
+        checkpoint_files.write(target, save, step, {"val/accuracy": accuracy}, False)
+    assert run.load_checkpoint()["model"]["w"] == 1, "the best one's"
+    assert run.load_checkpoint(2)["model"]["w"] == 2
+    with pytest.raises(rankzero.UserError, match="of step 3 on this disk, but of 1, 2"):
+        run.load_checkpoint(3)
+    (target / "state.pt").write_bytes(b"cut")
+    with pytest.raises(rankzero.UserError, match="truncated or altered"):
+        run.load_checkpoint(2)
+
+
 def test_run_returns_its_best_model(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, experiment_file=str(TINY))
     experiment = config.override(experiment_file.load(str(TINY))(), {"width": 8})

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from rankzero.catalog import lookup
 from rankzero.cli.commands import runs as runs_command
 from rankzero.cli.display import diagnosis
-from rankzero.cli.display.progress_bar import ProgressModel, progress_panel
 from rankzero.events import Event, RunEnded, decode, encode
 from rankzero.experiment import Goal
 from rankzero.reporting import metric_table, run_report
+from rankzero.reporting.progress_bar import ProgressModel, progress_panel
 from rankzero.reporting.run_facts import fold
 from rankzero.run_store import delivery_state
 from rankzero.run_store.folder import RunFolder

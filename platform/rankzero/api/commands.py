@@ -7,20 +7,25 @@ file.
 
 from __future__ import annotations
 
+import atexit
 import json
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankzero import config, experiment_file
-from rankzero.api import results
+from rankzero.api import notebook, results
 from rankzero.config.values import render
-from rankzero.errors import FINISHED, NOT_DELIVERED, RESUMABLE, USAGE, RunFailed, UserError
+from rankzero.errors import FAILED, FINISHED, NOT_DELIVERED, RESUMABLE, USAGE, RunFailed, UserError
 from rankzero.launch.request import with_secrets
+from rankzero.mlflow_store.server import LOOPBACK, has_screen
+from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.location import root_of
 from rankzero.run_store.spoken_names import new_name
 
@@ -28,6 +33,9 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from rankzero.experiment import Experiment
+
+# The servers of `open_ui` by the folder of their runs, with their addresses.
+_servers: dict[Path, tuple[subprocess.Popen[bytes], str]] = {}
 
 
 def train(
@@ -93,6 +101,38 @@ def repeat(
     return _run("repeat", experiment, run_name, **options)
 
 
+def open_ui(*, port: int | None = None, dir: str | Path | None = None) -> str:
+    """Start ``rankzero ui``, and return the address of the newest experiment's runs.
+
+    On a desktop, a browser opens it. The server ends when this program exits. A second call returns
+    the same address. `port`: by default a free one. Raises UserError and RunFailed.
+    """
+    root = root_of(dir).absolute()
+    server, address = _servers.get(root, (None, ""))
+    if server is not None and server.poll() is None:
+        return address
+    browser = "--open" if has_screen() else "--no-open"
+    with tempfile.TemporaryDirectory(prefix="rankzero-") as folder:
+        result, errors = Path(folder) / "ui.json", Path(folder) / "errors.txt"
+        words = ["ui", browser, f"--port={port or _free_port()}", f"--dir={root}"]
+        with errors.open("w") as file:
+            server = subprocess.Popen(
+                _command([*words, f"--result-file={result}"]),
+                stdout=subprocess.DEVNULL,
+                stderr=file,
+                start_new_session=True,  # so that Ctrl-C in a cell does not end it
+            )
+        _servers[root] = (server, "")
+        atexit.register(server.terminate)
+        while not result.exists():
+            if server.poll() is not None:
+                _check(server.returncode or FAILED, errors.read_text(errors="replace"))
+            time.sleep(0.05)
+        address = str(json.loads(result.read_text(encoding="utf-8"))["address"])
+    _servers[root] = (server, address)
+    return address
+
+
 class SearchHandle:
     """A study and what it found."""
 
@@ -133,8 +173,8 @@ class SearchHandle:
     def __repr__(self) -> str:
         return f"<study {self.name}: {self.sentence}>"
 
-    def _repr_markdown_(self) -> str:
-        return self.run.report
+    def _repr_html_(self) -> str:
+        return self.run._repr_html_()
 
 
 def _run(verb: str, experiment: Experiment, run_name: str | None, **options: Any) -> results.Run:
@@ -143,7 +183,12 @@ def _run(verb: str, experiment: Experiment, run_name: str | None, **options: Any
     # The name is chosen here, so that the run can be found after the command has ended.
     runs = root_of(options["dir"]) / "runs"
     name = run_name or new_name(runs, "" if verb == "train" else verb)
-    _call([*words, "--run-name", name, *_options(**options)], showing=sys.stdout.isatty())
+    words += ["--run-name", name, *_options(**options)]
+    if verb == "train" and notebook.is_running():
+        with notebook.progress(RunFolder(runs / name), experiment.goal):
+            _call([*words, "--no-progress"], showing=False)
+    else:
+        _call(words, showing=sys.stdout.isatty())
     return results.run(name, dir=options["dir"])
 
 
@@ -169,6 +214,12 @@ def _reference_of(experiment: Experiment) -> str:
             f"its cell with %%writefile {cls.__name__.lower()}.py)"
         )
     return f"{Path(file).absolute()}:{cls.__name__}"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
 
 
 def _words(verb: str, experiment: Experiment) -> list[str]:
@@ -208,8 +259,7 @@ def _call(words: Sequence[str], *, showing: bool) -> None:
     # A file and not a pipe: nobody reads a pipe while the output is printed.
     with tempfile.TemporaryFile("w+", errors="backslashreplace") as errors:
         process = subprocess.Popen(
-            # -P: a file of the current folder must not hide a module of ours.
-            [sys.executable, "-P", "-m", "rankzero", *words],
+            _command(words),
             text=True,
             errors="backslashreplace",
             stdout=None if showing else subprocess.PIPE,
@@ -230,12 +280,20 @@ def _call(words: Sequence[str], *, showing: bool) -> None:
         if interrupted:
             raise KeyboardInterrupt
         errors.seek(0)
-        # The command prints its error last. The text before it has notes.
-        notes, _, message = errors.read().rpartition("error: ")
+        _check(process.returncode, errors.read())
+
+
+def _command(words: Iterable[str]) -> list[str]:
+    # -P: a file of the current folder must not hide a module of ours.
+    return [sys.executable, "-P", "-m", "rankzero", *words]
+
+
+def _check(code: int, errors: str) -> None:
+    """Print what the command noted. Raise its error with the text that the command printed."""
+    # The error comes last. Its text may quote another error, but not at the start of a line.
+    notes, _, message = f"\n{errors}".partition("\nerror: ")
+    print(notes.removeprefix("\n"), end="", file=sys.stderr)
     # A stopped run has a checkpoint, which the caller wants. It is not an error.
-    if process.returncode in (FINISHED, NOT_DELIVERED, RESUMABLE):
-        print(notes + message, end="", file=sys.stderr)
-        return
-    print(notes, end="", file=sys.stderr)
-    kind = UserError if process.returncode == USAGE else RunFailed
-    raise kind(message.strip() or f"the command ended with exit code {process.returncode}")
+    if code not in (FINISHED, NOT_DELIVERED, RESUMABLE):
+        kind = UserError if code == USAGE else RunFailed
+        raise kind(message.strip() or f"the command ended with exit code {code}")

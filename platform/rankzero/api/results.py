@@ -1,18 +1,19 @@
-"""``rankzero.runs()`` and ``rankzero.run(name)``: the runs on this disk, from Python."""
+"""``rankzero.runs()``, ``run(name)`` and ``comparison(a, b)``: the runs on this disk."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rankzero.catalog import filters as selection
 from rankzero.catalog import lookup
 from rankzero.catalog.summary import Summary, read_summary
-from rankzero.reporting import metric_table, run_facts, run_report
+from rankzero.reporting import html_page, html_report, metric_table, run_facts, run_report
+from rankzero.reporting.comparison import sections, side_of
 from rankzero.run_store.checkpoint_files import folder_of
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.location import root_of
@@ -73,6 +74,14 @@ def run(name: str, *, dir: str | Path | None = None) -> Run:
     Raises UserError, naming the newest runs, if there is none.
     """
     return Run(lookup.require(root_of(dir) / "runs", name))
+
+
+def comparison(*names: str, dir: str | Path | None = None) -> Comparison:
+    """Return what differs between the runs with these names or MLflow run ids.
+
+    Raises UserError, naming the newest runs, if one does not exist.
+    """
+    return Comparison([lookup.require(root_of(dir) / "runs", name) for name in names])
 
 
 def _value(text: str) -> str | float | bool | None:
@@ -163,9 +172,42 @@ class Run:
 
         return load_best(self._folder)
 
+    def load_checkpoint(self, step: int | None = None) -> dict[str, Any]:
+        """Return the state in the best checkpoint, or in that of `step`, on the CPU.
+
+        ``["model"]`` are the weights; in a run of `rankzero.track`, the state is what was saved.
+        Raises UserError if there is no such checkpoint, or a damaged one.
+        """
+        from rankzero.training.checkpoints.restore import load_one
+
+        return load_one(self._folder, self._facts.goal, step)
+
     def __repr__(self) -> str:
         best = "" if self.best is None else f", {self._facts.goal.metric} {self.best:.4g}"
         return f"<run {self.name}: {self.status}{best}>"
 
-    def _repr_markdown_(self) -> str:
-        return self.report
+    def _repr_html_(self) -> str:
+        return html_page.from_markdown(self.report)
+
+
+class Comparison:
+    """The differences between runs: results, speed, settings, code, packages, machine."""
+
+    def __init__(self, folders: Sequence[RunFolder]) -> None:
+        self._sides = [side_of(folder) for folder in folders]
+
+    @property
+    def table(self) -> DataFrame:
+        """The differences, one row each, with the values as ``rankzero report`` prints them."""
+        import pandas
+
+        found = sections(self._sides).items()
+        rows = [(kind, row.key, *row.values) for kind, rows in found for row in rows]
+        names = (side.name for side in self._sides)
+        return pandas.DataFrame.from_records(rows, columns=["kind", "key", *names])
+
+    def __repr__(self) -> str:
+        return f"<comparison of {', '.join(side.name for side in self._sides)}>"
+
+    def _repr_html_(self) -> str:
+        return html_report.differences(self._sides)

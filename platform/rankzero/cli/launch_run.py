@@ -61,6 +61,8 @@ class LaunchPlan:
     """Whether another machine created the run's folder, and does what only one machine does."""
     offline: bool = False
     """Whether the run is only recorded; nothing talks to MLflow."""
+    shows_progress: bool = True
+    """Whether the command prints the progress between evaluations."""
     is_part: bool = False
     """Whether a repeat launches the run. It waits for the delivery of all its runs at the end."""
 
@@ -109,7 +111,14 @@ def _launch(
     advice = DataWait(train.workers, plan.topology.processes, len(usable_cores()))
     machines = plan.topology.machines
     first = True if machines.alone else None
-    console = Console(folder, plan.experiment.goal, plan.root, advise=advice, is_first=first)
+    console = Console(
+        folder,
+        plan.experiment.goal,
+        plan.root,
+        advise=advice,
+        is_first=first,
+        shows_progress=plan.shows_progress,
+    )
     with console:
         result = agent.run(
             plan.topology, worker.main, request, folder.path / "logs", forwarder, console.joined

@@ -32,6 +32,12 @@ _USER, PASSWORD = "MLFLOW_AUTH_ADMIN_USERNAME", "MLFLOW_AUTH_ADMIN_PASSWORD"
 _MIN_PASSWORD = 12
 
 
+def has_screen() -> bool:
+    """Return whether a browser of this machine would have a window in front of the user."""
+    screens = {"DISPLAY", "WAYLAND_DISPLAY"}.intersection(os.environ)
+    return bool(sys.platform == "darwin" or screens) and "SSH_CONNECTION" not in os.environ
+
+
 class Access(NamedTuple):
     """The people and sites that may reach a server.
 

@@ -21,6 +21,7 @@ from rankzero.config.renamed import with_new_names
 from rankzero.errors import UserError
 from rankzero.launch.agent import Topology
 from rankzero.redaction.text import url_without_secrets
+from rankzero.reporting import html_page
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.location import make_root
 from rankzero.tuning import members, next_trial
@@ -284,7 +285,6 @@ def _report(
     with run.drawing():
         from rankzero.tuning.reports import (
             device_figures,
-            html_page,
             optuna_figures,
             probe_figures,
         )
@@ -294,7 +294,7 @@ def _report(
         figures += probe_figures.interactive(probe.cells, probe.effects)
         probe_figures.write_pngs(run.folder.artifacts, probe.cells, probe.effects)
         device_figures.write_pngs(run.folder.artifacts, devices)
-        run.write("search.html", html_page.page(figures, text))
+        run.write("search.html", html_page.page(text, figures))
         optuna_figures.write_pngs(run.folder.artifacts, trials, goal, verdict.region)
     return text
 

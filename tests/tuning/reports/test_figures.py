@@ -10,11 +10,12 @@ from typing import Any, cast
 import pytest
 
 from rankzero.experiment import Goal
+from rankzero.reporting import html_page
 from rankzero.run_store.folder import RunFolder
 from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.probe.scaling import Scaling, ScalingPoint
 from rankzero.tuning.probe.speed_knobs import Effect
-from rankzero.tuning.reports import device_figures, html_page, optuna_figures, probe_figures
+from rankzero.tuning.reports import device_figures, optuna_figures, probe_figures
 from rankzero.tuning.reports.study_run import StudyRun, effects_markdown
 from rankzero.tuning.trial import State, Trial
 from rankzero.tuning.verdict.cost import DeviceResult, PricedTrial
@@ -72,7 +73,7 @@ def test_the_pareto_front_has_the_finished_trials_that_none_beats_in_both() -> N
 
 def test_the_page_opens_offline_and_shows_what_people_read() -> None:
     figures = [*optuna_figures.interactive(TRIALS, GOAL, [1]), *probe_figures.interactive(MAP, [])]
-    page = html_page.page(figures, "A <search>")
+    page = html_page.page("A <search>", figures)
     assert "A &lt;search&gt;" in page and "<search>" not in page
     assert 'src="http' not in page and "batch size" in page and "batch_index" not in page
     for title in (
@@ -108,7 +109,7 @@ def test_a_table_is_json_also_with_what_was_not_measured(tmp_path: Path) -> None
 
 def test_a_search_without_results_is_drawn(tmp_path: Path) -> None:
     figures = optuna_figures.interactive([TRIALS[-1]], GOAL, [])
-    assert "Throughput" in html_page.page(figures, "none")
+    assert "Throughput" in html_page.page("none", figures)
     optuna_figures.write_pngs(tmp_path, [TRIALS[-1]], GOAL, [])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["history.png", "pareto.png"]
 

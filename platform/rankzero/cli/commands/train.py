@@ -21,6 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_processes(parser)
     options.add_machines(parser)
     options.add_new_run(parser)
+    # For rankzero.train, which draws the progress itself in a notebook.
+    parser.add_argument("--no-progress", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
             tags=options.tags_of(arguments),
             joined=joined,
             offline=arguments.offline,
+            shows_progress=not arguments.no_progress,
         )
         return launch_run.run(plan)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from rankzero.catalog.summary import Summary
 from rankzero.errors import RunFailed, UserError
 from rankzero.mlflow_store import saved_view, server, uris
 from rankzero.run_store import delivery_state as delivery
+from rankzero.run_store.folder import write_atomically
 
 _STARTUP_SECONDS = 60.0
 
@@ -37,9 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = "this machine's names in browsers, such as box.example.org:5000 (default: its own)"
     parser.add_argument("--allowed-hosts", type=_words, default=(), metavar="NAME,…", help=names)
     page = "open the runs in a browser (default: on a terminal of a desktop)"
-    parser.add_argument(
-        "--open", action=argparse.BooleanOptionalAction, default=_on_desktop(), help=page
-    )
+    looks = sys.stdout.isatty() and server.has_screen()
+    parser.add_argument("--open", action=argparse.BooleanOptionalAction, default=looks, help=page)
+    # For rankzero.open_ui, which runs the command: the address that it would open, as JSON.
+    parser.add_argument("--result-file", type=Path, help=argparse.SUPPRESS)
     sites = "other sites whose pages may use the server"
     parser.add_argument("--cors-origins", type=_words, default=(), metavar="URL,…", help=sites)
 
@@ -84,18 +87,13 @@ def run(arguments: argparse.Namespace) -> int:
         # The runs first: MLflow's own start page begins with other things.
         lines = [*links, f"MLflow UI: {access.address}  (Ctrl-C ends it)", notes]
         print(*filter(None, lines), sep="\n", flush=True)
+        best = links[0].partition(" ")[2] if links else access.address
+        if arguments.result_file is not None:
+            write_atomically(arguments.result_file, json.dumps({"address": best}))
         if arguments.open:
-            webbrowser.open(links[0].partition(" ")[2] if links else access.address)
+            webbrowser.open(best)
         process.communicate()
     return 0 if process.returncode in (0, -signal.SIGTERM, -signal.SIGINT) else 1
-
-
-def _on_desktop() -> bool:
-    """Return whether a person looks, and a browser would have a window on the same screen."""
-    has_screen = sys.platform == "darwin" or not {"DISPLAY", "WAYLAND_DISPLAY"}.isdisjoint(
-        os.environ
-    )
-    return sys.stdout.isatty() and has_screen and "SSH_CONNECTION" not in os.environ
 
 
 def _no_store(root: Path) -> str:

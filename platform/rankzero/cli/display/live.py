@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import sys
@@ -16,13 +17,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rankzero.cli.display.progress_bar import ProgressModel, progress_panel
 from rankzero.cli.display.terminal import is_interactive, text_console
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted
 from rankzero.experiment import Goal
 from rankzero.launch.agent import log_files
 from rankzero.mlflow_store.drivers import is_database
 from rankzero.redaction.text import url_without_secrets
+from rankzero.reporting.progress_bar import ProgressModel, progress_panel
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read
 
@@ -46,6 +47,7 @@ class Console:
         advise: Callable[[Event], str | None] = lambda _: None,
         *,
         is_first: bool | None = True,
+        shows_progress: bool = True,
     ) -> None:
         """`is_first`: whether this machine shows the run; None until `joined` is called."""
         self._folder, self._root, self._rank, self._advise = folder, root, rank, advise
@@ -60,7 +62,7 @@ class Console:
         # Daemon: a display must never keep a command from ending.
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._live: Live | None = None
-        self._next_line = 0.0
+        self._next_line = 0.0 if shows_progress else math.inf
         # How the newest attempt ended. None while it runs.
         self.ended: RunEnded | None = None
 

@@ -105,7 +105,7 @@ def load_best(folder: RunFolder) -> nn.Module:
     Raises UserError.
     """
     experiment = experiment_of(folder)
-    path = _best_checkpoint(folder, experiment)
+    path = restore.path_of(folder, experiment.goal)
     try:
         return _load_model(experiment, path)
     except (RuntimeError, KeyError, checkpoint_files.BrokenCheckpoint) as error:
@@ -134,7 +134,7 @@ def _log_best(folder: RunFolder) -> None:
 
     identity, run_id = folder.identity, delivery_status.status(folder).run_id
     experiment = experiment_of(folder)
-    path = _best_checkpoint(folder, experiment)
+    path = restore.path_of(folder, experiment.goal)
     if run_id is None:
         raise RuntimeError("the run has not reached MLflow; rankzero sync does it")
     step = checkpoint_files.read_manifest(path).step
@@ -160,13 +160,6 @@ def _log_best(folder: RunFolder) -> None:
     # Only now, so that MLflow always has one of them.
     if before is not None:
         tracker.models.delete_checkpoint(before["model_id"])
-
-
-def _best_checkpoint(folder: RunFolder, experiment: Experiment) -> Path:
-    path = checkpoint_files.best(folder.checkpoints, experiment.goal)
-    if path is None:
-        raise UserError(f"{folder.path.name} has no checkpoint on this disk")
-    return path
 
 
 def _load_model(experiment: Experiment, path: Path) -> nn.Module:

@@ -1,0 +1,80 @@
+"""HTML of text, tables and interactive figures, on one page that opens without a network."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_STYLE = """
+:root{color-scheme:light dark}
+body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:0 auto;padding:1rem;
+ background:Canvas;color:CanvasText;overflow-wrap:anywhere}
+h1{font-size:1.5rem;line-height:1.3} h2{font-size:1.2rem;margin:2rem 0 .5rem}
+h3{font-size:1rem;margin:1.5rem 0 .5rem}
+table{display:block;overflow-x:auto;border-collapse:collapse;font-variant-numeric:tabular-nums}
+th,td{text-align:left;vertical-align:top;padding:.25rem 1.5rem .25rem 0;
+ border-bottom:1px solid rgb(128 128 128/.3);min-width:4rem;white-space:pre-wrap}
+code,pre{font:.9em ui-monospace,monospace} pre{overflow-x:auto;padding:.75rem;
+ background:rgb(128 128 128/.12);border-radius:.4rem}
+summary{cursor:pointer;margin:1rem 0}
+.grid{display:grid;gap:1rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,28rem),1fr))}
+.grid>*{min-width:0;margin:0} img{max-width:100%;height:auto;border-radius:.4rem}
+.js-plotly-plot text:not(.hoverlayer *,.heatmap-label *,.bars *){fill:CanvasText!important}
+"""
+_GREY = "rgba(128,128,128,.3)"
+
+
+def page(title: str, parts: Iterable[Any]) -> str:
+    """Return an HTML page of parts: HTML as text, and plotly figures with plotly itself inside."""
+    name = html.escape(title, quote=False)
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{name}</title><style>{_STYLE}</style></head><body><h1>{name}</h1>"
+        "<noscript>The charts need JavaScript: open this file in a browser.</noscript>"
+        f"{''.join(_parts(parts))}</body></html>"
+    )
+
+
+def _parts(parts: Iterable[Any]) -> Iterable[str]:
+    # Plotly's script comes with the first figure only: it is 4 MB.
+    script = True
+    for part in parts:
+        if isinstance(part, str):
+            yield part
+            continue
+        import plotly.io
+
+        # No colours of its own behind it, so that the page may be light or dark.
+        clear, lines = "rgba(0,0,0,0)", {"gridcolor": _GREY, "zerolinecolor": _GREY}
+        part.update_layout(
+            template="plotly_white",
+            paper_bgcolor=clear,
+            plot_bgcolor=clear,
+            font_family="system-ui, sans-serif",
+        )
+        part.update_xaxes(lines).update_yaxes(lines)
+        options = {"responsive": True, "displaylogo": False}
+        yield plotly.io.to_html(part, options, full_html=False, include_plotlyjs=script)
+        script = False
+
+
+def from_markdown(text: str) -> str:
+    """Return Markdown as HTML. HTML and pictures in it stay text: anyone may have written it."""
+    from markdown_it import MarkdownIt
+
+    parser = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
+    return str(parser.render(text))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of texts. A row of one text is a heading."""
+
+    def line(cells: Sequence[str], kind: str) -> str:
+        wide = f' colspan="{len(head)}"' if len(cells) < len(head) else ""
+        texts = (f"<{kind}{wide}>{html.escape(cell)}</{kind}>" for cell in cells)
+        return f"<tr>{''.join(texts)}</tr>"
+
+    body = "".join(line(row, "td" if len(row) == len(head) else "th") for row in rows)
+    return f"<table><thead>{line(head, 'th')}</thead><tbody>{body}</tbody></table>"
