@@ -6,6 +6,7 @@ import argparse
 import ast
 import dataclasses
 import math
+import os
 import signal
 import sys
 import time
@@ -27,7 +28,8 @@ from rankzero.mlflow_store.patience import patience
 from rankzero.run_store import provenance
 from rankzero.run_store.folder import RunFolder
 from rankzero.telemetry.host import usable_cores
-from rankzero.tracking import delivery_status
+from rankzero.tracking import delivery_status, notification
+from rankzero.tracking.notification import NOTIFY
 
 # The server that workers are forked from imports these beforehand: they are slow to import, and
 # start no threads and no CUDA.
@@ -89,7 +91,10 @@ def run(plan: LaunchPlan, forwarder: SignalForwarder | None = None) -> int:
         stopped = bool(forwarder.received)
         return _report_without_attempt(plan, result, console, stopped=stopped)
     finish = _finish_later if plan.offline or plan.is_part else _finish_delivery
-    finish(plan, console, stops_waiting(forwarder.received))
+    hurried = stops_waiting(forwarder.received)
+    finish(plan, console, hurried)
+    if not plan.is_part and (unsent := notification.problem(plan.folder, hurried)):
+        console.notice(unsent)
     return _report(plan, result, console)
 
 
@@ -166,6 +171,10 @@ def _report_without_attempt(
     first = failures.first(folder.failures)
     reason = first.reason if first else result.reason
     if not (stopped and resumable):
+        if (webhook := os.environ.get(NOTIFY)) and not plan.is_part:
+            # No recorder knows of it.
+            unsent = notification.post(webhook, notification.news_of(folder, reason))
+            console.notice(unsent or "sent a notification")
         raise RunFailed(f"{reason}; see {folder.path / 'logs'}")
     console.notice(f"{reason}: {folder.path.name} is unchanged")
     return RESUMABLE

@@ -24,6 +24,7 @@ from rankzero.run_store.folder import Identity
 from rankzero.run_store.location import is_offline
 from rankzero.run_store.provenance import RESERVED
 from rankzero.run_store.spoken_names import new_name
+from rankzero.tracking.notification import NOTIFY, is_webhook
 
 _TAG_KEY = re.compile(r"[\w./-]+")
 
@@ -164,7 +165,7 @@ def _machines(text: str) -> tuple[int, int]:
 
 
 def add_delivery(parser: argparse.ArgumentParser) -> None:
-    """Add ``--offline``, ``--no-offline`` and ``--wait-delivery``."""
+    """Add ``--offline``, ``--no-offline``, ``--wait-delivery`` and ``--notify``."""
     parser.add_argument(
         "--offline",
         action=argparse.BooleanOptionalAction,
@@ -183,6 +184,24 @@ def add_delivery(parser: argparse.ArgumentParser) -> None:
         "74 if it has not (default: $RANKZERO_WAIT_DELIVERY, or one minute and exit with 0; ten "
         "minutes in a container, a pod or a Slurm job)",
     )
+    parser.add_argument(
+        "--notify",
+        type=_webhook,
+        default=os.environ.get(NOTIFY) or None,
+        metavar="URL",
+        help="a webhook that gets a message when the run ends, fails, hangs or diverges: Slack's, "
+        "ntfy's, or one that takes JSON (default: $RANKZERO_NOTIFY)",
+    )
+
+
+def _webhook(text: str) -> str:
+    if not is_webhook(text):
+        # Without the text: it may have a secret.
+        raise argparse.ArgumentTypeError(
+            f"the address (also from {NOTIFY}) must be like https://ntfy.sh/my-topic; slack+ or "
+            "ntfy+ in front of it chooses the form"
+        )
+    return text
 
 
 def _wait_seconds(text: str) -> float:

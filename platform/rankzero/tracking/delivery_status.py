@@ -94,7 +94,7 @@ def wait(
     """
     most, before = patience(), combined_status(folder)
     began = moved = time.monotonic()
-    while not enough(before) and _recorder_lives(folder):
+    while not enough(before) and recorder_lives(folder):
         idle, total = time.monotonic() - moved, time.monotonic() - began
         too_long = idle >= timeout if timeout is not None else total >= most.seconds
         troubled = timeout is None and before.error is not None
@@ -117,7 +117,7 @@ def wait_for_recorder(folder: RunFolder, hurried: Callable[[], bool] = lambda: F
     while not hurried() and time.monotonic() < until:
         # A recorder that is still starting holds no lock yet. A written end needs no recorder.
         ended = lookup.last_end(folder) is not None
-        starting = not ended and _recorder_lives(folder)
+        starting = not ended and recorder_lives(folder)
         if not (run_locks.has_live_recorder(folder) or starting):
             return
         time.sleep(0.05)
@@ -145,7 +145,8 @@ def combined_status(folder: RunFolder) -> Delivery:
     )
 
 
-def _recorder_lives(folder: RunFolder) -> bool:
+def recorder_lives(folder: RunFolder) -> bool:
+    """Return whether the newest attempt's recorder or courier lives, or may just be starting."""
     if run_locks.is_recording(folder) or run_locks.has_live_recorder(folder):
         return True
     claim = run_locks.latest(folder, 0)

@@ -144,11 +144,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sampling = SamplingThread(folder, options.gpus, options.node, options.nodes, options.job)
     if options.offline and options.node == 0:  # Otherwise the courier writes it.
         guarded(lambda: write_packages(folder.artifacts))
-    alone = options.offline or _delivered_by_parent(folder)
-    courier = None if alone else CourierSupervisor(attempt)
+    has_parent = _delivered_by_parent(folder)
+    courier = None if options.offline or has_parent else CourierSupervisor(attempt)
     follow(attempt, courier)
     guarded(sampling.stop)  # It fails on a full disk, and the courier still needs us.
-    finish(attempt, courier)
+    # The end of a study is news, and that of one of its trials is not.
+    finish(attempt, courier, notifies=options.node == 0 and not has_parent)
 
 
 def follow(
@@ -172,22 +173,33 @@ def follow(
 
 
 def finish(
-    attempt: LiveAttempt, courier: CourierSupervisor | None, *, pause_seconds: float = 5.0
+    attempt: LiveAttempt,
+    courier: CourierSupervisor | None,
+    *,
+    notifies: bool = False,
+    pause_seconds: float = 5.0,
 ) -> None:
     """Write the run's end if rank 0 did not, and keep the courier alive until it has delivered.
 
-    Writing is retried for `grace_seconds`.
+    Writing is retried for `grace_seconds`. With `notifies`, the webhook gets the news meanwhile.
     """
     from rankzero.mlflow_store.patience import grace_seconds
+    from rankzero.tracking import notification
     from rankzero.tracking.retry import succeeds
 
     until = time.monotonic() + grace_seconds()
     written = succeeds(attempt.ensure_run_ended, pause_seconds)
+    sender = None
+    webhook = os.environ.get(notification.NOTIFY) if notifies else None
+    if webhook and attempt.is_latest:
+        sender = notification.start(attempt.folder, attempt.token, webhook)
     if courier is not None:
         courier.finish()
     while (courier is not None and courier.tend()) or (not written and time.monotonic() < until):
         written = written or succeeds(attempt.ensure_run_ended, pause_seconds)
         time.sleep(0.1)
+    if sender is not None:
+        sender.join(notification.LONGEST_SECONDS)
 
 
 def _delivered_by_parent(folder: RunFolder) -> bool:

@@ -11,7 +11,7 @@ from rankzero.errors import FINISHED, NOT_DELIVERED
 from rankzero.mlflow_store.patience import patience
 from rankzero.reporting.delivery_problems import UNDELIVERED
 from rankzero.run_store.folder import RunFolder
-from rankzero.tracking import delivery_status
+from rankzero.tracking import delivery_status, notification
 
 
 def wait(
@@ -47,6 +47,8 @@ def print_delivery(
         print_note(offline_note(folder))
     else:
         wait(folder, print_note, hurried)
+    if unsent := notification.problem(folder, hurried):
+        print_note(unsent)
 
 
 def print_note(text: str) -> None:
