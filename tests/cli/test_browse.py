@@ -214,6 +214,9 @@ def test_report_of_two_runs_shows_differences(here: Here) -> None:
     row = next(line for line in output.splitlines() if line.startswith("  lr "))
     assert code == 0 and row.split() == ["lr", "0.05", "0.001", "0.05"]
     assert here("report", "first", "b", "c")[0] == 2
+    code, output = here("report", "first", "second", "--html", "page.html")
+    assert code == 0 and output == "page.html\n"
+    assert "nn.GELU()" in Path("page.html").read_text()
 
 
 def test_narrow_terminal(trained: Command) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -172,6 +173,13 @@ class Run:
 
         return load_best(self._folder)
 
+    def write_html(self, path: str | Path) -> None:
+        """Write what ``rankzero report RUN --html`` does: one file to be mailed. Raises UserError.
+
+        A warning names what the page lacks, such as pictures of a store that does not answer.
+        """
+        _write_html(path, [self._folder])
+
     def load_checkpoint(self, step: int | None = None) -> dict[str, Any]:
         """Return the state in the best checkpoint, or in that of `step`, on the CPU.
 
@@ -194,7 +202,7 @@ class Comparison:
     """The differences between runs: results, speed, settings, code, packages, machine."""
 
     def __init__(self, folders: Sequence[RunFolder]) -> None:
-        self._sides = [side_of(folder) for folder in folders]
+        self._folders, self._sides = folders, [side_of(folder) for folder in folders]
 
     @property
     def table(self) -> DataFrame:
@@ -206,8 +214,17 @@ class Comparison:
         names = (side.name for side in self._sides)
         return pandas.DataFrame.from_records(rows, columns=["kind", "key", *names])
 
+    def write_html(self, path: str | Path) -> None:
+        """Write what ``rankzero report A B --html`` does, as `Run.write_html`."""
+        _write_html(path, self._folders)
+
     def __repr__(self) -> str:
         return f"<comparison of {', '.join(side.name for side in self._sides)}>"
 
     def _repr_html_(self) -> str:
         return html_report.differences(self._sides)
+
+
+def _write_html(path: str | Path, folders: Sequence[RunFolder]) -> None:
+    for what in html_report.write(Path(path), folders):
+        warnings.warn(f"the page lacks {what}", stacklevel=3)

@@ -10,17 +10,19 @@ _STYLE = """
 :root{color-scheme:light dark}
 body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:0 auto;padding:1rem;
  background:Canvas;color:CanvasText;overflow-wrap:anywhere}
+th,td:first-child{overflow-wrap:break-word}
 h1{font-size:1.5rem;line-height:1.3} h2{font-size:1.2rem;margin:2rem 0 .5rem}
 h3{font-size:1rem;margin:1.5rem 0 .5rem}
 table{display:block;overflow-x:auto;border-collapse:collapse;font-variant-numeric:tabular-nums}
-th,td{text-align:left;vertical-align:top;padding:.25rem 1.5rem .25rem 0;
- border-bottom:1px solid rgb(128 128 128/.3);min-width:4rem;white-space:pre-wrap}
+th,td{text-align:left;vertical-align:top;padding:.25rem 1rem .25rem 0;
+ border-bottom:1px solid rgb(128 128 128/.3);white-space:pre-wrap}
+td+td{min-width:6rem}
 code,pre{font:.9em ui-monospace,monospace} pre{overflow-x:auto;padding:.75rem;
  background:rgb(128 128 128/.12);border-radius:.4rem}
 summary{cursor:pointer;margin:1rem 0}
 .grid{display:grid;gap:1rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,28rem),1fr))}
 .grid>*{min-width:0;margin:0} img{max-width:100%;height:auto;border-radius:.4rem}
-.js-plotly-plot text:not(.hoverlayer *,.heatmap-label *,.bars *){fill:CanvasText!important}
+.js-plotly-plot text:not(.hoverlayer *,.heatmap-label *){fill:CanvasText!important}
 """
 _GREY = "rgba(128,128,128,.3)"
 
@@ -33,7 +35,8 @@ def page(title: str, parts: Iterable[Any]) -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{name}</title><style>{_STYLE}</style></head><body><h1>{name}</h1>"
         "<noscript>The charts need JavaScript: open this file in a browser.</noscript>"
-        f"{''.join(_parts(parts))}</body></html>"
+        # Charts were drawn before the page had its columns.
+        f"{''.join(_parts(parts))}<script>dispatchEvent(new Event('resize'))</script></body></html>"
     )
 
 
@@ -53,6 +56,10 @@ def _parts(parts: Iterable[Any]) -> Iterable[str]:
             paper_bgcolor=clear,
             plot_bgcolor=clear,
             font_family="system-ui, sans-serif",
+            # Next to a chart, it would leave no room on a phone.
+            legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
+            margin={"l": 60, "r": 20, "t": 90, "b": 50},
+            title={"y": 0.97, "yanchor": "top", "font_size": 15},
         )
         part.update_xaxes(lines).update_yaxes(lines)
         options = {"responsive": True, "displaylogo": False}

@@ -1,11 +1,63 @@
-"""Runs as HTML, for notebooks."""
+"""One run, or several and their differences, as a page of HTML that can be mailed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+import html
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from rankzero.reporting import comparison, html_page
+from rankzero.catalog.lookup import mlflow_id
+from rankzero.errors import UserError
+from rankzero.events import PicturesTaken
+from rankzero.redaction.text import line_without_secrets
+from rankzero.reporting import comparison, html_page, learning_curves, metric_table, run_report
 from rankzero.reporting.comparison import RunSide
+from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.journal import read_all
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+_MOST_PICTURES = 12
+# Points of a curve. Each bucket of steps keeps its least and its greatest value.
+_BUCKETS = 500
+_DASHES = ("solid", "dot", "dash", "dashdot")
+_LAYOUT = {
+    "height": 340,
+    "xaxis": {"title": "step"},
+    "yaxis": {"exponentformat": "e"},
+}
+
+
+def write(path: Path, folders: Sequence[RunFolder]) -> list[str]:
+    """Write the page of these runs, and return what it lacks. Raises UserError."""
+    sides = [comparison.side_of(folder) for folder in folders]
+    several, missing = len(sides) > 1, list[str]()
+    parts: list[Any] = []
+    if several:
+        parts += ["<h2>Differences</h2>", differences(sides), *_patches(sides)]
+    else:
+        end = sides[0].facts.end
+        parts.append(f"<p><b>{sides[0].status}</b>: {html.escape(end.reason if end else '')}</p>")
+    parts += ["<h2>Curves</h2>", '<div class="grid">', *_curves(folders, sides), "</div>"]
+    for folder, side in zip(folders, sides, strict=True):
+        name = html.escape(side.name)
+        parts += [f"<h2>{name}</h2>"] if several else []
+        parts += _pictures(folder, missing)
+        report = html_page.from_markdown(run_report.page(folder))
+        way = "<details><summary>Report</summary>{}</details>" if several else "<h2>Report</h2>{}"
+        parts.append(way.format(report))
+        settings = html_page.table(("Setting", "Value"), [*side.facts.params.items()])
+        parts.append(f"<details><summary>All settings</summary>{settings}</details>")
+    title = ", ".join(side.name for side in sides)
+    try:
+        path.write_text(html_page.page(title, parts), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; choose another file") from error
+    return missing
 
 
 def differences(sides: Sequence[RunSide]) -> str:
@@ -14,3 +66,92 @@ def differences(sides: Sequence[RunSide]) -> str:
     for title, found in comparison.sections(sides).items():
         rows += [(title,), *((row.key, *row.values, row.change) for row in found)]
     return html_page.table(("", *(side.name for side in sides), ""), rows)
+
+
+def _patches(sides: Sequence[RunSide]) -> Iterator[str]:
+    first = sides[0]
+    for other in sides[1:]:
+        if lines := "\n".join(comparison.patches(first.patch, other.patch)):
+            title = html.escape(f"Uncommitted changes: - {first.name}, + {other.name}")
+            yield f"<details><summary>{title}</summary><pre>{html.escape(lines)}</pre></details>"
+
+
+def _curves(folders: Sequence[RunFolder], sides: Sequence[RunSide]) -> Iterator[Any]:
+    """Yield a chart for each group of metrics: a colour for each run, or each metric of one run."""
+    import plotly.graph_objects as go
+    from plotly.colors import qualitative
+
+    tables = [metric_table.metrics(folder) for folder in folders]
+    # The first two columns are the step and its time.
+    names = list(dict.fromkeys(str(name) for table in tables for name in table.columns[2:]))
+    one = len(sides) == 1
+    for title, group in learning_curves.grouped(names, sides[0].facts.goal.metric).items():
+        figure = go.Figure()
+        dashes = dict(zip(group, ["solid"] * len(group) if one else _DASHES, strict=False))
+        for number, (side, table) in enumerate(zip(sides, tables, strict=True)):
+            for index, name in enumerate(name for name in dashes if name in table):
+                known = _thinned(table[["step", name]].dropna(), name)
+                colour = qualitative.T10[(index if one else number) % len(qualitative.T10)]
+                figure.add_scatter(
+                    x=known["step"],
+                    y=known[name],
+                    name=name if one else side.name,
+                    legendgroup=name if one else side.name,
+                    showlegend=index == 0 if not one else len(group) > 1,
+                    mode="lines+markers" if len(known) < 50 else "lines",
+                    line={"color": colour, "dash": dashes[name]},
+                )
+        if not one and len(dashes) > 1:
+            title += f" ({', '.join(f'{name} {dash}' for name, dash in dashes.items())})"
+        figure.update_layout(title=title, **_LAYOUT)
+        yield figure
+
+
+def _thinned(known: DataFrame, name: str) -> DataFrame:
+    """Return the rows with the least and the greatest value of each bucket of steps, in order."""
+    if len(known) <= 2 * _BUCKETS:
+        return known
+    rows = known.reset_index(drop=True)
+    values = rows[name].groupby(rows.index * _BUCKETS // len(rows))
+    kept = sorted({0, *values.idxmin(), *values.idxmax(), len(rows) - 1})
+    return rows.loc[kept]
+
+
+def _pictures(folder: RunFolder, missing: list[str]) -> Iterator[str]:
+    """Yield a run's newest pictures; add to `missing` why there are none."""
+    with tempfile.TemporaryDirectory(prefix="rankzero-") as place:
+        try:
+            found = _drawn(folder, Path(place))
+        except Exception as error:  # MLflow and foreign files fail in many ways
+            why = line_without_secrets(f"{type(error).__name__}: {error}")
+            missing.append(f"the pictures of {folder.path.name}: {why}")
+            yield f"<p>This page lacks {html.escape(missing[-1])}</p>"
+            found = {}
+        found |= {path.stem: path for path in sorted(folder.artifacts.rglob("*.png"))}
+        if found:
+            yield "<h3>Pictures</h3>"
+        yield '<div class="grid">'
+        for name, path in list(found.items())[:_MOST_PICTURES]:
+            data = base64.b64encode(path.read_bytes()).decode()
+            yield f'<img alt="{html.escape(name)}" src="data:image/png;base64,{data}">'
+        yield "</div>"
+
+
+def _drawn(folder: RunFolder, place: Path) -> dict[str, Path]:
+    """Return the PNGs of the newest pictures by key: drawn now, or those that MLflow has."""
+    from rankzero.mlflow_store.client import MlflowRuns
+    from rankzero.reporting import image_grids
+    from rankzero.run_store import picture_files
+
+    taken = [event for event in read_all(folder.events) if isinstance(event, PicturesTaken)]
+    run_id = mlflow_id(folder)
+    if not taken:
+        return {}
+    arrays = folder.path / taken[-1].path
+    if arrays.exists() and arrays.resolve().is_relative_to(folder.path.resolve()):
+        return image_grids.draw(picture_files.read(arrays), taken[-1].step, place)
+    if run_id is None:
+        return {}
+    target = place / "pictures"
+    MlflowRuns(folder.identity.tracking_uri).download_artifacts(run_id, target, "pictures")
+    return {path.stem: path for path in sorted(target.glob("*.png"))}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -45,11 +46,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "a run or a study; several runs are compared"
     parser.add_argument("names", metavar="RUN", nargs="+", help=what)
     parser.add_argument("--all", action="store_true", help="show also what the runs have in common")
+    page = "write a page with curves, pictures and settings instead, as one file to be mailed"
+    parser.add_argument("--html", type=Path, metavar="FILE", help=page)
     parser.add_argument("--storage", help="the study's database (default: studies.db in --dir)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     runs, names = arguments.dir / "runs", arguments.names
+    if arguments.html is not None:
+        from rankzero.reporting import html_report
+
+        for what in html_report.write(arguments.html, [lookup.require(runs, n) for n in names]):
+            print(f"note: the page lacks {what}", file=sys.stderr)
+        print(arguments.html)
+        return 0
     if len(names) > 1:
         sides = [comparison.side_of(lookup.require(runs, name)) for name in names]
         _show_differences(sides, everything=arguments.all)

@@ -202,14 +202,14 @@ class MlflowRuns:
             )
         return path
 
-    def download_artifacts(self, run_id: str, folder: Path) -> None:
-        """Download all of the run's artifacts into a new folder."""
+    def download_artifacts(self, run_id: str, folder: Path, below: str = "") -> None:
+        """Download all of the run's artifacts, or those of one folder, into a new folder."""
         # Another place than MLflow's own could be any folder of this machine.
         self._locations.of_run(run_id)
         folder.mkdir(parents=True)
-        if self._client.list_artifacts(run_id):
+        if self._client.list_artifacts(run_id, below):
             uri = self._client.get_run(run_id).info.artifact_uri
-            self._locations.download(uri, folder)
+            self._locations.download(f"{uri}/{below}".rstrip("/"), folder)
 
     def history(self, run_id: str, key: str) -> list[MetricPoint]:
         """Return every point of a metric, by step."""

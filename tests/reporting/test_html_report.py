@@ -1,0 +1,128 @@
+"""`rankzero report --html`: one file with curves, pictures, settings and differences."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas
+import pytest
+from playwright.sync_api import Browser, sync_playwright
+
+import rankzero
+from rankzero.errors import UserError
+from rankzero.reporting import html_report
+from rankzero.run_store.folder import RunFolder
+from rankzero.tracking import sync
+from support.memory_store import MemoryStore, delivered
+from support.pictures import arrays, taken
+from support.runs import append, ended, evaluated, make_folder, started, steps
+
+HOSTILE = "val/</script><script>alert(1)"
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+
+
+def trained(root: Path, lr: str, uri: str = "http://127.0.0.1:9") -> RunFolder:
+    folder = make_folder(root, uri)
+    append(folder, started(lr=lr, text="<b>"), steps(1, 60), steps(1, 60, HOSTILE))
+    append(folder, evaluated(30, 0.6), evaluated(60, 0.7), taken(folder, 60, arrays()))
+    append(folder, ended(metrics={"best": 0.7, "samples_per_second": 10.0}))
+    return folder
+
+
+def texts_of(page: str) -> str:
+    """Return a page without its scripts and pictures."""
+    return re.sub(r"<script.*?</script>|data:image/png;base64,[^\"]+", "", page, flags=re.DOTALL)
+
+
+def test_a_run_is_one_file_that_needs_nothing_else(tmp_path: Path) -> None:
+    folder, path = trained(tmp_path, "0.1"), tmp_path / "page.html"
+    assert html_report.write(path, [folder]) == []
+    page = path.read_text()
+    shown = texts_of(page)
+    assert shown.count("<img ") == 3 and 'alt="hardest_mistakes"' in shown
+    assert "FINISHED" in shown and "<td>&lt;b&gt;</td>" in shown and "alert(1)" not in shown
+    assert page.count("plotly.js v") == 1 and 'src="http' not in page and "<link" not in page
+    assert "<h2>Report</h2>" in shown and "Differences" not in shown
+    with pytest.raises(UserError, match="Is a directory"):
+        html_report.write(tmp_path, [folder])
+
+
+def test_several_runs_show_what_differs(tmp_path: Path) -> None:
+    folders, path = [trained(tmp_path, lr) for lr in ("0.1", "0.2", "0.3")], tmp_path / "page.html"
+    names = [folder.path.name for folder in folders]
+    rankzero.comparison(*names, dir=tmp_path).write_html(path)
+    shown = texts_of(path.read_text())
+    assert "<tr><td>lr</td><td>0.1</td><td>0.2</td><td>0.3</td><td></td></tr>" in shown
+    assert shown.count("<summary>Report</summary>") == 3 and shown.count("<img ") == 9
+    assert all(f"<h2>{name}</h2>" in shown for name in names)
+
+
+def test_pictures_that_mlflow_has_are_in_the_page(tmp_path: Path, sqlite: str) -> None:
+    folder, path = trained(tmp_path, "0.1", sqlite), tmp_path / "page.html"
+    assert sync.deliver(folder, patience=20).done
+    assert not list(folder.pictures.iterdir())
+    assert html_report.write(path, [folder]) == []
+    assert texts_of(path.read_text()).count("<img ") == 3
+
+
+def test_a_store_that_does_not_answer_costs_the_pictures_only(tmp_path: Path) -> None:
+    folder, path = trained(tmp_path, "0.1"), tmp_path / "page.html"
+    delivered(folder, MemoryStore())
+    with pytest.warns(UserWarning, match=f"the page lacks the pictures of {folder.path.name}"):
+        rankzero.run(folder.path.name, dir=tmp_path).write_html(path)
+    shown = texts_of(path.read_text())
+    assert "This page lacks the pictures" in shown and "<h2>Report</h2>" in shown
+
+
+def test_a_long_curve_keeps_its_extremes() -> None:
+    values = np.linspace(1.0, 2.0, 100_000)
+    values[777], values[99_000] = 50.0, -50.0
+    table = pandas.DataFrame({"step": range(100_000), "loss": values})
+    thinned = html_report._thinned(table, "loss")
+    assert len(thinned) < 1100 and thinned["step"].is_monotonic_increasing
+    assert (thinned["loss"].max(), thinned["loss"].min()) == (50.0, -50.0)
+    assert list(thinned["step"].iloc[[0, -1]]) == [0, 99_999]
+    assert len(html_report._thinned(table[:900], "loss")) == 900
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    assert chromium, "these tests need chromium: apt-get install chromium"
+    with sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+
+
+@pytest.mark.slow
+def test_the_page_fits_desktop_and_phone_in_light_and_dark(
+    browser: Browser, tmp_path: Path
+) -> None:
+    folders, path = [trained(tmp_path, lr) for lr in ("0.1", "0.2")], tmp_path / "page.html"
+    html_report.write(path, folders)
+    pictures = Path(os.environ.get("RANKZERO_SCREENSHOTS") or tmp_path)
+    for width in (1440, 390):
+        for scheme in ("light", "dark"):
+            page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+            problems: list[str] = []
+            page.on("pageerror", lambda error, found=problems: found.append(str(error)))
+            page.on("request", lambda one, found=problems: found.append(one.url))
+            page.goto(path.as_uri())
+            page.wait_for_selector(".scatterlayer .trace")
+            page.screenshot(path=pictures / f"report-{width}-{scheme}.png", full_page=True)
+            assert problems == [path.as_uri()], "nothing is fetched"
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            charts = page.locator(".grid > div").evaluate_all(
+                "all => all.map(one => [one.clientWidth, one.querySelector('svg').clientWidth])"
+            )
+            assert charts and all(0 < drawn <= room for room, drawn in charts), charts
+            colour = "getComputedStyle(document.querySelector('.xtick text')).fill"
+            assert (
+                page.evaluate(colour)
+                == f"rgb({', '.join(['0' if scheme == 'light' else '255'] * 3)})"
+            )
+            page.close()
