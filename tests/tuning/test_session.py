@@ -27,7 +27,7 @@ from rankzero.tuning.space import (
     settings_text,
 )
 from rankzero.tuning.study import Study, find_study, open_study
-from rankzero.tuning.trial import State, Trial
+from rankzero.tuning.trial import State, Trial, Trials
 from rankzero.tuning.verdict.decide import Verdict
 from support.fake_launcher import FakeLauncher
 
@@ -348,16 +348,17 @@ def of_reference(space: Space, state: State, quality: float, memory: float = 0.0
 def test_no_learning_rate_is_tried_where_it_cannot_help() -> None:
     space = make_space(Mine(), 1, 0.5, samples=1000)
     reached = [of_reference(space, "COMPLETE", 0.0)]
-    planned = [upcoming(reached, [], space, is_speed=one) or {} for one in (False, True)]
+    planned = [upcoming(Trials(reached), [], space, is_speed=one) or {} for one in (False, True)]
     assert [one[FACTOR] for one in planned] == [4.0, 1.0]
-    assert upcoming([of_reference(space, "PRUNED", 1.0, memory=1.0)], [], space) is None
+    full = of_reference(space, "PRUNED", 1.0, memory=1.0)
+    assert upcoming(Trials([full]), [], space) is None
 
 
 def test_a_range_that_the_user_removed_holds_up_no_search() -> None:
     space = make_space(Mine(), 1, 0.5, samples=1000)
     before = of_reference(space, "COMPLETE", 0.0)
     old = dataclasses.replace(before, parameters={**before.parameters, "width": 16})
-    assert upcoming([old], [], space) is None
+    assert upcoming(Trials([old]), [], space) is None
 
 
 class Slowing(FakeLauncher):
@@ -610,9 +611,10 @@ def test_a_trial_is_of_use_while_no_other_is_as_fast_and_as_cheap() -> None:
         parameters = {**space.reference_parameters(), FACTOR: 1.0 + number, DEVICES: devices}
         return Trial(number, "COMPLETE", parameters, seconds, {"quality": 0.0}, {})
 
-    trials = [ended(0, 1, 100.0), ended(1, 4, 30.0), ended(2, 2, 55.0), ended(3, 4, 31.0)]
+    found = [ended(0, 1, 100.0), ended(1, 4, 30.0), ended(2, 2, 55.0), ended(3, 4, 31.0)]
+    trials = Trials(found)
     limits = [next_trial.time_to_beat(trials, space, count) for count in (1, 2, 4)]
     # On 1 device, a trial may take as long as the reference: the faster ones cost more.
     assert limits == [100.0, 55.0, 30.0]
-    assert next_trial.time_to_beat(trials[:2], space, 2) == 60.0, "as dear as 4 for 30 s"
+    assert next_trial.time_to_beat(Trials(found[:2]), space, 2) == 60.0, "as dear as 4 for 30 s"
     assert [one.number for one in next_trial.challengers(trials, space, 4)] == [1, 2, 3]

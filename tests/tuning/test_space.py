@@ -170,11 +170,11 @@ def test_learning_rates_go_beyond_what_was_tried_and_then_close_in() -> None:
 
     def further(factor: float, *tried: float) -> list[float]:
         near = {**own, FACTOR: factor}
-        return [one[FACTOR] for one in space.further_lrs(near, [factor, *tried])]
+        return [one[FACTOR] for one in space.further_lrs(near, sorted([factor, *tried]))]
 
     def closer(factor: float, *tried: float) -> list[float]:
         near = {**own, FACTOR: factor}
-        return [one[FACTOR] for one in space.closer_lrs(near, [factor, *tried])]
+        return [one[FACTOR] for one in space.closer_lrs(near, sorted([factor, *tried]))]
 
     assert further(1.0) == [4.0, 0.25] and further(1.0, 4.0) == [0.25]
     assert further(16.0, 1.0) == [32.0] and further(32.0, 1.0) == [], "the range ends there"

@@ -9,7 +9,7 @@ from rankzero.tuning import next_trial
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.space import Space
 from rankzero.tuning.study import Study
-from rankzero.tuning.trial import Trial
+from rankzero.tuning.trial import Trial, Trials
 from rankzero.tuning.verdict import confirm
 from rankzero.tuning.verdict.decide import detectable
 
@@ -53,17 +53,19 @@ class Budget:
     def allows_a_trial(self) -> bool:
         """Return whether another trial may start. Trials of other processes that run count."""
         trials = self._study.trials()
-        is_one_left = len(next_trial.taken(trials)) < self._most_trials
+        if len(trials.taken) >= self._most_trials:
+            return False
         # The time of the confirmation is kept free.
-        return is_one_left and self._fits(self._confirmation_seconds(trials))
+        return self._options.minutes is None or self._fits(self._confirmation_seconds(trials))
 
     def is_spent_before(self, number: int) -> bool:
         """Return whether the trials before this one used up the budget.
 
         Several processes may ask for the last trial at the same time.
         """
-        taken = next_trial.taken(self._study.trials())
-        return sum(trial.number < number for trial in taken) >= self._most_trials
+        trials = self._study.known
+        later = trials.taken.intersection(range(number, len(trials)))
+        return len(trials.taken) - len(later) >= self._most_trials
 
     def allows_another_round(self, candidates: Sequence[Trial]) -> bool:
         """Return whether there is time to train these on as many new seeds again."""
@@ -110,7 +112,7 @@ class Budget:
     def _fits(self, seconds: float) -> bool:
         return self.seconds + seconds < self._most_seconds
 
-    def _confirmation_seconds(self, trials: Sequence[Trial], *, in_full: bool = False) -> float:
+    def _confirmation_seconds(self, trials: Trials, *, in_full: bool = False) -> float:
         """Return the estimated seconds of the confirmation, future challengers included."""
         reference = next_trial.reference_trial(trials, self._space)
         if reference is None:

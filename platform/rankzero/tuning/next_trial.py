@@ -6,17 +6,16 @@ not been interrupted, and several machines that share a study agree.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rankzero.tuning.learning_curve import CurvePoint
 from rankzero.tuning.objective import MEMORY
 from rankzero.tuning.space import BATCH_INDEX, FACTOR, Space
-from rankzero.tuning.trial import Trial
+from rankzero.tuning.trial import REPEAT, Trial, Trials
 
-REPEAT = "same_as"
-"""A fact of a trial: the number of the trial that it copied its result from."""
 _CLOSE, _NEAR = 0.1, 0.5  # relative
 _STEP_TO_A_FIRST = 8.0  # of the learning rate, until a trial reaches the quality
 Parameters = Mapping[str, Any]
@@ -35,24 +34,18 @@ def guesses(space: Space) -> list[dict[str, Any]]:
     return [*({**own, BATCH_INDEX: index} for index in larger[:2]), *others]
 
 
-def ended(trials: Sequence[Trial]) -> list[Trial]:
+def ended(trials: Iterable[Trial]) -> list[Trial]:
     """Return the trials that count: those with a result of their own, and those that failed."""
-    known = [trial for trial in trials if trial.state in ("COMPLETE", "PRUNED", "FAIL")]
-    return [trial for trial in known if not trial.abandoned and REPEAT not in trial.facts]
+    return [trial for trial in trials if trial.counts]
 
 
-def running(trials: Sequence[Trial]) -> list[Trial]:
+def running(trials: Trials) -> list[Trial]:
     """Return the trials that a process runs now."""
-    return [trial for trial in trials if trial.state == "RUNNING"]
-
-
-def taken(trials: Sequence[Trial]) -> list[Trial]:
-    """Return the trials that the budget has paid for."""
-    return [*ended(trials), *running(trials)]
+    return [trials[number] for number in trials.open if trials[number].state == "RUNNING"]
 
 
 def upcoming(
-    trials: Sequence[Trial],
+    trials: Trials,
     first: Sequence[Parameters],
     space: Space,
     *,
@@ -79,39 +72,36 @@ def upcoming(
     return _first_untried([one for one in plan if set(one) <= names], trials)
 
 
-def interrupted(trials: Sequence[Trial], space: Space) -> Parameters | None:
+def interrupted(trials: Trials, space: Space) -> Parameters | None:
     """Return the parameters of an interrupted trial that no other trial has, or None."""
     # A process that was killed while it drew a trial left only some of its parameters.
     names = set(space.parameters())
-    lost = [one.parameters for one in trials if one.abandoned and set(one.parameters) == names]
-    return _first_untried(lost, trials)
+    lost = [trials[number].parameters for number in sorted(trials.abandoned)]
+    return _first_untried([one for one in lost if set(one) == names], trials)
 
 
-def _first_untried(plan: Sequence[Parameters], trials: Sequence[Trial]) -> Parameters | None:
-    # Abandoned trials are not among these, so their parameters come again.
-    tried = [trial.parameters for trial in taken(trials)]
-    return next((parameters for parameters in plan if parameters not in tried), None)
+def _first_untried(plan: Sequence[Parameters], trials: Trials) -> Parameters | None:
+    # Abandoned trials are not taken, so their parameters come again.
+    return next((parameters for parameters in plan if not trials.is_taken(parameters)), None)
 
 
-def _with_its_lr(
-    first: Sequence[Parameters], trials: Sequence[Trial], best: Trial
-) -> list[Parameters]:
+def _with_its_lr(first: Sequence[Parameters], trials: Trials, best: Trial) -> list[Parameters]:
     """Return the guesses, with the best trial's learning rate if the reference's own was bad."""
-    own = ended(trials)[0]
+    own = next(one for one in trials if one.counts)
     if own.feasible or FACTOR not in best.parameters:
         return list(first)
     return [{**parameters, FACTOR: best.parameters[FACTOR]} for parameters in first]
 
 
-def _around_the_best(trials: Sequence[Trial], space: Space, *, by_lr: bool) -> list[Parameters]:
+def _around_the_best(trials: Trials, space: Space, *, by_lr: bool) -> list[Parameters]:
     """Return the configurations around the best trial, or on the way to a first good one."""
-    known, best = ended(trials), leading(trials)
-    tried = [float(one.parameters[FACTOR]) for one in taken(trials) if FACTOR in one.parameters]
+    best, tried = leading(trials), trials.factors
     if best is None:
         # The learning rate is too high if all diverged. It does not change the memory.
-        lowest = min(tried, default=0.0)
-        diverged = [one for one in known if not one.constraints.get(MEMORY)]
-        own = {**diverged[0].parameters, FACTOR: lowest} if tried and diverged else {}
+        lowest = tried[0] if tried else 0.0
+        known = (one for one in trials if one.counts and not one.constraints.get(MEMORY))
+        diverged = next(known, None)
+        own = {**diverged.parameters, FACTOR: lowest} if tried and diverged else {}
         further = space.further_lrs(own, tried, _STEP_TO_A_FIRST)
         return [space.sped_up(one) for one in further if one[FACTOR] < lowest]
     # The reference lacks the settings of speed.
@@ -124,13 +114,12 @@ def _around_the_best(trials: Sequence[Trial], space: Space, *, by_lr: bool) -> l
     return [*space.further_lrs(own, tried), *space.neighbours(own), *closer]
 
 
-def leading(trials: Sequence[Trial]) -> Trial | None:
+def leading(trials: Trials) -> Trial | None:
     """Return the best feasible trial; without one, the complete trial nearest to the quality."""
-    complete = [one for one in ended(trials) if one.state == "COMPLETE"]
-    return min(complete, key=lambda one: (not one.feasible, one.rank), default=None)
+    return next((one for one in trials.ranked() if one.counts), None)
 
 
-def nearest_curve(trials: Sequence[Trial]) -> tuple[list[CurvePoint], int]:
+def nearest_curve(trials: Trials) -> tuple[list[CurvePoint], int]:
     """Return the curve and the batch size of the trial nearest to the quality.
 
     The curve is empty once a trial has reached the quality.
@@ -141,46 +130,44 @@ def nearest_curve(trials: Sequence[Trial]) -> tuple[list[CurvePoint], int]:
     return [CurvePoint(*point) for point in best.facts.get("curve", ())], best.facts["batch_size"]
 
 
-def twin(trials: Sequence[Trial], number: int) -> Trial | None:
+def twin(trials: Trials, number: int) -> Trial | None:
     """Return another trial of the same configuration with a result, or that runs; or None."""
-    order, parameters = ("COMPLETE", "PRUNED", "RUNNING"), trials[number].parameters
-    alike = [
-        one
-        for one in trials
-        if one.number != number and one.parameters == parameters and one.state in order
-    ]
+    order = ("COMPLETE", "PRUNED", "RUNNING")
+    found = trials.alike(trials[number].parameters)
+    alike = [one for one in found if one.number != number and one.state in order]
     return min(alike, key=lambda one: order.index(one.state), default=None)
 
 
-def reference_trial(trials: Sequence[Trial], space: Space) -> Trial | None:
+def reference_trial(trials: Trials, space: Space) -> Trial | None:
     """Return the ended trial of the user's own configuration, or None.
 
     One that diverged counts if the goal has a target: other configurations may reach it.
     """
-    wanted = space.reference_parameters()
     states = ["COMPLETE"] if space.reference.goal.target is None else ["COMPLETE", "PRUNED"]
-    own = [one for one in trials if one.parameters == wanted and one.state in states]
+    own = [one for one in trials.alike(space.reference_parameters()) if one.state in states]
     return min(own, key=lambda one: states.index(one.state), default=None)
 
 
-def best_value(trials: Sequence[Trial]) -> float | None:
+def best_value(trials: Trials) -> float | None:
     """Return the lowest value of a feasible trial, or None."""
-    return min((one.rank for one in trials if one.feasible), default=None)
+    return min((one.rank for one in trials.fastest.values()), default=None)
 
 
-def time_to_beat(trials: Sequence[Trial], space: Space, devices: int) -> float | None:
+def time_to_beat(trials: Trials, space: Space, devices: int) -> float | None:
     """Return the value below which a trial on so many devices may be of use, or None.
 
     Above it, a finished trial is as fast and takes no more device-seconds.
     """
-    good = (one for one in trials if one.feasible)
     return min(
-        (one.rank * max(1.0, space.devices_of(one.parameters) / devices) for one in good),
+        (
+            one.rank * max(1.0, space.devices_of(one.parameters) / devices)
+            for one in trials.fastest.values()
+        ),
         default=None,
     )
 
 
-def front(found: Sequence[_Item], both: Callable[[_Item], tuple[float, float]]) -> list[_Item]:
+def front(found: Iterable[_Item], both: Callable[[_Item], tuple[float, float]]) -> list[_Item]:
     """Return the Pareto front by the first value; both that `both` returns are to be small."""
     kept, least = list[_Item](), math.inf
     for one in sorted(found, key=both):
@@ -190,25 +177,32 @@ def front(found: Sequence[_Item], both: Callable[[_Item], tuple[float, float]]) 
     return kept
 
 
-def challengers(trials: Sequence[Trial], space: Space, most: int) -> list[Trial]:
+def challengers(trials: Trials, space: Space, most: int) -> list[Trial]:
     """Return the best feasible trials that may beat the reference, each configuration once.
 
     First the fastest, then those that are slower and take fewer device-seconds, from the cheapest.
     """
-    good = [trial for trial in trials if trial.feasible]
     # Values are times if there are several numbers of devices.
-    cheaper = front(good, lambda one: (one.rank, one.rank * space.devices_of(one.parameters)))[1:]
-    ranked = sorted(good, key=lambda one: one.rank)
-    reference, worst, tried = reference_trial(ranked, space), math.inf, list[Parameters]()
-    if reference is not None:
+    fastest = trials.fastest.values()
+    best, *cheaper = front(
+        fastest, lambda one: (one.rank, one.rank * space.devices_of(one.parameters))
+    ) or (None,)
+    if best is None:
+        return []
+    worst, tried = math.inf, list[Parameters]()
+    own = [one for one in trials.alike(space.reference_parameters()) if one.feasible]
+    if own:
         # A little worse than the reference may be bad luck. But far from the best is too far.
         # Values are times, negated speeds or negated qualities, so the slack takes their size.
-        own, best = reference.rank, ranked[0].rank
-        worst = min(own + _CLOSE * abs(own), best + _NEAR * abs(best))
-        tried.append(reference.parameters)
-    found = []
-    for trial in [*ranked[:1], *reversed(cheaper), *ranked[1:]]:
-        if (trial.rank <= worst or trial in cheaper) and trial.parameters not in tried:
+        least = min(one.rank for one in own)
+        worst = min(least + _CLOSE * abs(least), best.rank + _NEAR * abs(best.rank))
+        tried.append(own[0].parameters)
+    near = itertools.takewhile(lambda one: one.feasible and one.rank <= worst, trials.ranked())
+    found = list[Trial]()
+    for trial in itertools.chain([best], reversed(cheaper), near):
+        if len(found) == most:
+            break
+        if trial.parameters not in tried:
             tried.append(trial.parameters)
             found.append(trial)
-    return found[:most]
+    return found

@@ -152,7 +152,7 @@ def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
 
         def notify(text: str) -> None:
             setup.notify(text)
-            run.log_trials(study.trials())
+            run.log_trials(study.known)
 
         spent, launchers = time.monotonic() - began, _launchers(setup, run)
         session = Session(study, space, launchers, setup.options, notify, already_seconds=spent)

@@ -23,7 +23,7 @@ from rankzero.tuning.objective import Objective, target_quality
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.space import Space, devices_text, number_text
 from rankzero.tuning.study import FIRST_RUNG, RUNGS, Study
-from rankzero.tuning.trial import Trial
+from rankzero.tuning.trial import REPEAT, Trial
 from rankzero.tuning.trials import follower
 from rankzero.tuning.trials.follower import TrialJob, TrialPool, TrialResult
 from rankzero.tuning.trials.launcher import TrainLauncher
@@ -155,21 +155,21 @@ class Session:
                 self._abandon(number, "other processes had the last trials")
                 continue
             # The sampler may draw a known configuration again. Nothing is trained twice.
-            twin = next_trial.twin(self._study.trials(), number)
+            twin = next_trial.twin(self._study.known, number)
             if twin is None:
                 self._repeats = 0
                 return self._trial_job(number, parameters, is_planned=planned is not None)
             # A twin that still runs has no result to copy. Then this trial counts for nothing.
             self._repeats += 1
             known = twin.state in ("COMPLETE", "PRUNED")
-            facts = {**(twin.facts if known else {}), next_trial.REPEAT: twin.number}
+            facts = {**(twin.facts if known else {}), REPEAT: twin.number}
             state = twin.state if known else "FAIL"
             self._study.tell(number, state, twin.value, twin.constraints, facts)
         return None
 
     def _planned(self) -> Mapping[str, Any] | None:
         """Return the parameters to try next, or None if the sampler shall draw them."""
-        trials = self._study.trials()
+        trials = self._study.known
         if self._options.sampler == "grid":
             return next_trial.interrupted(trials, self._space)
         is_speed = self._options.objective in ("throughput", "tokens")
@@ -182,14 +182,14 @@ class Session:
         self, number: int, parameters: Mapping[str, Any], *, is_planned: bool
     ) -> TrialJob:
         experiment, objective = self._space.experiment(parameters), self._objective
-        trials = self._study.trials()
+        trials = self._study.known
         devices = self._space.devices_of(parameters)
         best = next_trial.time_to_beat(trials, self._space, devices)
         nearest, batch_size = next_trial.nearest_curve(trials)
         step_ratio = experiment.train.batch_size / batch_size
         # A planned trial is trained to its end, unless it cannot win. Early on, a larger batch or a
         # lower learning rate is always worse than the trials that it is to be compared with.
-        reference, reported = self._reference(), 0
+        reference, reported = next_trial.reference_trial(trials, self._space), 0
         # Without a reference there is no common time to compare at.
         whole = reference is not None and reference.state == "COMPLETE"
         seconds = float(reference.facts["train_seconds"]) if reference and whole else 0.0
@@ -223,9 +223,8 @@ class Session:
         if result is None:
             self._abandon(number, "the search was interrupted")
             return
-        trials = self._study.trials()
-        parameters = trials[number].parameters
-        lost = [one for one in trials if _LOST in one.facts and one.parameters == parameters]
+        parameters = self._study.known[number].parameters
+        lost = [one for one in self._study.known.alike(parameters) if _LOST in one.facts]
         if result.was_lost and len(lost) < _MOST_LOSSES:
             self._notify(f"trial {number} was lost with its host process: it is tried again")
             self._abandon(number, "its host process died", {_LOST: True})

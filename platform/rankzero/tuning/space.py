@@ -11,6 +11,7 @@ each parameter by itself compares like with like.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 import re
@@ -197,22 +198,25 @@ class Space:
     ) -> list[dict[str, Any]]:
         """Return the parameters with learning rates beyond those that were tried, in the range.
 
-        `tried`: the factors of all trials. `step`: the ratio to the new learning rates.
+        `tried`: the factors of all trials, ascending. `step`: the ratio to the new learning rates.
         """
         own = float(parameters.get(FACTOR, math.nan))
         up, down = min(own * step, self.factors.high), max(own / step, self.factors.low)
-        found = [up] if up > _SHORT_WAY * own and max(tried, default=0.0) <= own else []
-        found += [down] if own > _SHORT_WAY * down and min(tried, default=own) >= own else []
+        found = [up] if up > _SHORT_WAY * own and (not tried or tried[-1] <= own) else []
+        found += [down] if own > _SHORT_WAY * down and (not tried or tried[0] >= own) else []
         return [{**parameters, FACTOR: factor} for factor in found]
 
     def closer_lrs(
         self, parameters: Mapping[str, Any], tried: Sequence[float]
     ) -> list[dict[str, Any]]:
-        """Return the parameters with the learning rates half-way, by ratio, to those next to it."""
+        """Return the parameters with the learning rates half-way, by ratio, to those next to it.
+
+        `tried`: the factors of all trials, ascending.
+        """
         own = float(parameters.get(FACTOR, math.nan))
-        above = min((one for one in tried if one > own), default=own)
-        below = max((one for one in tried if one < own), default=own)
-        near = [one for one in (above, below) if max(one / own, own / one) > _WIDE_STEP / 2 + 0.5]
+        first, last = bisect.bisect_left(tried, own), bisect.bisect_right(tried, own)
+        both = [*tried[last : last + 1], *tried[max(0, first - 1) : first]]
+        near = [one for one in both if max(one / own, own / one) > _WIDE_STEP / 2 + 0.5]
         return [{**parameters, FACTOR: math.sqrt(own * one)} for one in near]
 
     def at_edge(self, parameters: Mapping[str, Any]) -> list[str]:

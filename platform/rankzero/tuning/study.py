@@ -25,6 +25,7 @@ from optuna.distributions import (
 )
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import TrialState
+from sqlalchemy.orm import scoped_session, sessionmaker
 
 from rankzero.config.renamed import with_new_names
 from rankzero.errors import UserError
@@ -33,7 +34,7 @@ from rankzero.redaction.text import text_without_secrets, url_without_secrets
 from rankzero.search_ranges import Choice, Integer, LogUniform, Range, Uniform
 from rankzero.tuning.members import MEMBER, Members
 from rankzero.tuning.options import Pruner, Sampler
-from rankzero.tuning.trial import State, Trial
+from rankzero.tuning.trial import State, Trial, Trials
 
 # Trials are compared each twelfth of the reference's training time, from a quarter on. Before
 # that, a warm-up or a large batch's few first steps say little.
@@ -49,11 +50,19 @@ _ABANDONED, _ABANDONED_LIST = "abandoned ", "abandoned"  # older versions stored
 class Study:
     """An open study. Several processes, on several machines, may share one."""
 
-    def __init__(self, study: optuna.Study, storage: str, sampler: Sampler, seed: int) -> None:
-        self._study, self._sampler, self._seed = study, sampler, seed
+    def __init__(
+        self,
+        study: optuna.Study,
+        database: optuna.storages.RDBStorage,
+        sampler: Sampler,
+        seed: int,
+    ) -> None:
+        self._study, self._database, self._sampler, self._seed = study, database, sampler, seed
         self.name: str = study.study_name
-        self.members = Members(self.name, storage)
+        self.members = Members(self.name, database.url)
         self._distributions: dict[str, BaseDistribution] = {}
+        self.known = Trials()
+        """All trials as of the last look at the database, and what this process did since."""
         self._open: dict[int, optuna.Trial] = {}
         """The trials of this process."""
         # By this process's clock: another machine's may differ.
@@ -64,13 +73,15 @@ class Study:
         self._distributions = {name: _distribution(range_) for name, range_ in space.items()}
 
     def ask(self, parameters: Mapping[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
-        """Start the next trial; return its number and parameters: these, or the sampler's draw."""
+        """Start the next trial; return its number and parameters.
+
+        Without parameters, the sampler draws them, seeded by the number of known trials.
+        """
         while True:
             # Another process may take this one for dead, and end the trial while it is drawn.
             with contextlib.suppress(UpdateFinishedTrialError):
                 if parameters is None:
-                    drawn = len(self._study.get_trials(deepcopy=False)) - len(self.abandoned)
-                    seed = self._seed + drawn
+                    seed = self._seed + len(self.known) - len(self.known.abandoned)
                     self._study.sampler = _make_sampler(self._sampler, seed, self._distributions)
                 else:
                     self._study.sampler = _fixed(parameters)
@@ -81,6 +92,7 @@ class Study:
                 )
                 trial.set_user_attr(OWNER, self.members.own_name)
                 self._open[trial.number] = trial
+                self.trials()
                 return trial.number, dict(trial.params)
 
     def report(self, number: int, resource: int, value: float) -> bool:
@@ -106,8 +118,8 @@ class Study:
 
         Does nothing if other processes took this one for dead: they have abandoned the trial.
         """
-        trial = self._open.pop(number)
-        with contextlib.suppress(UpdateFinishedTrialError):
+        trial, ended = self._open.pop(number), None
+        with contextlib.suppress(UpdateFinishedTrialError), self._one_transaction():
             for name, fact in facts.items():
                 trial.set_user_attr(name, fact)
             for key, violation in constraints.items():
@@ -115,7 +127,23 @@ class Study:
             # `tell` calls the sampler. The grid's would stop a loop of Optuna's own, and raise
             # because there is none. The other samplers have nothing to do here.
             self._study.sampler = optuna.samplers.RandomSampler()
-            self._study.tell(trial, value if state == "COMPLETE" else None, TrialState[state])
+            value = value if state == "COMPLETE" else None
+            ended = self._study.tell(trial, value, TrialState[state])
+        if ended is not None:
+            self.known.put(_trial(ended, is_abandoned=False))
+
+    @contextlib.contextmanager
+    def _one_transaction(self) -> Iterator[None]:
+        """Let Optuna write all of a block, or nothing."""
+        # By itself it commits each attribute, and the disk or the server confirms each commit.
+        database, own = self._database, self._database.scoped_session
+        with database.engine.begin() as connection:
+            joined = sessionmaker(connection, join_transaction_mode="rollback_only")
+            database.scoped_session = scoped_session(joined)
+            try:
+                yield
+            finally:
+                database.scoped_session = own
 
     def note(self, name: str, fact: Any) -> None:
         """Store a fact about the study as a whole."""
@@ -126,24 +154,16 @@ class Study:
         """Return the facts that `note` stored."""
         return dict(self._study.user_attrs)
 
-    def trials(self) -> list[Trial]:
-        """Return all trials, by number."""
-        stored = self._study.get_trials(deepcopy=False)
+    def trials(self) -> Trials:
+        """Look at the database; return all trials, by number: `known`."""
+        stored, known = self._study.get_trials(deepcopy=False), self.known
         # Read after the trials: an interrupted trial ends first, and is abandoned then.
-        abandoned = set(self.abandoned)
-        return [
-            Trial(
-                number=trial.number,
-                state=cast("State", trial.state.name),
-                parameters=with_new_names(trial.params),
-                # A pruned trial's value is its last report, which no objective has.
-                value=trial.value if trial.state is TrialState.COMPLETE else None,
-                constraints=dict(trial.constraints),
-                facts=dict(trial.user_attrs),
-                abandoned=trial.number in abandoned,
-            )
-            for trial in stored
-        ]
+        abandoned = {number for number in self.abandoned if number < len(stored)}
+        # A trial that has ended does not change any more, unless it is abandoned.
+        changed = known.open | (known.abandoned ^ abandoned) | {*range(len(known), len(stored))}
+        for number in sorted(changed):
+            known.put(_trial(stored[number], number in abandoned))
+        return known
 
     def untried_cells(self) -> list[dict[str, Any]]:
         """Return the cells of the grid over the ranges that no ended trial has. All are finite."""
@@ -198,7 +218,7 @@ def open_study(storage: str, name: str, *, sampler: Sampler, pruner: Pruner, see
             load_if_exists=True,
             pruner=_make_pruner(pruner),
         )
-        found = Study(study, storage, sampler, seed)
+        found = Study(study, database, sampler, seed)
         found.members.join()
         found.note(f"{MEMBER}{found.members.own_name}", time.time())
     return found
@@ -213,7 +233,7 @@ def find_study(storage: str, name: str) -> Study:
             raise UserError(
                 f"no study is called {name!r} in {url_without_secrets(storage)}; {known}"
             )
-        return Study(optuna.load_study(study_name=name, storage=database), storage, "random", 0)
+        return Study(optuna.load_study(study_name=name, storage=database), database, "random", 0)
 
 
 def delete_study(storage: str, name: str) -> None:
@@ -221,12 +241,26 @@ def delete_study(storage: str, name: str) -> None:
     with _database(storage) as database:
         if name not in optuna.get_all_study_names(database):
             return
-        study = Study(optuna.load_study(study_name=name, storage=database), storage, "random", 0)
+        study = Study(optuna.load_study(study_name=name, storage=database), database, "random", 0)
         known = [key.removeprefix(MEMBER) for key in study.facts if key.startswith(MEMBER)]
         with contextlib.closing(study.members) as members:
             if any(map(members.is_alive, known)):
                 raise UserError(f"processes still search the study {name}: stop them first")
         optuna.delete_study(study_name=name, storage=database)
+
+
+def _trial(stored: optuna.trial.FrozenTrial, is_abandoned: bool) -> Trial:
+    is_complete = stored.state is TrialState.COMPLETE
+    return Trial(
+        number=stored.number,
+        state=cast("State", stored.state.name),
+        parameters=with_new_names(stored.params),
+        # A pruned trial's value is its last report, which no objective has.
+        value=stored.value if is_complete else None,
+        constraints=dict(stored.constraints),
+        facts=dict(stored.user_attrs),
+        abandoned=is_abandoned,
+    )
 
 
 def _distribution(range_: Range) -> BaseDistribution:

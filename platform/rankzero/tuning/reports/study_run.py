@@ -25,7 +25,7 @@ from rankzero.tracking.run_log import RunLog
 from rankzero.tuning.next_trial import best_value
 from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.probe.speed_knobs import EFFECT_COLUMNS, Effect
-from rankzero.tuning.trial import Trial
+from rankzero.tuning.trial import Trial, Trials
 
 _RESULT_COLUMNS = ("trial", "state", "value", "best", "samples_per_second")
 SHOWN_COLUMNS = (*_RESULT_COLUMNS, "batch_size", "precision", "lr", "devices")
@@ -48,7 +48,7 @@ class StudyRun:
         """`environment`: the tags of this run, and of its children."""
         self._status: Status = "FAILED"
         self._reason, self._summary = "ended without a verdict", dict[str, float]()
-        self._logged: set[int] = set()
+        self._logged = 0
 
     @classmethod
     @contextlib.contextmanager
@@ -87,19 +87,18 @@ class StudyRun:
             log(RunEnded(time.time(), run._status, run._reason, None, run._summary))
             log.close(finished=run._status == "FINISHED")
 
-    def log_trials(self, trials: Sequence[Trial]) -> None:
+    def log_trials(self, trials: Trials) -> None:
         """Log the trials that ended since the last call. The step is a trial's number."""
-        ended = [trial for trial in trials if trial.state in ("COMPLETE", "PRUNED", "FAIL")]
-        for trial in ended:
-            if trial.number not in self._logged:
-                metrics = {
-                    "search/value": trial.value,
-                    "search/best_value": best_value(ended),
-                    "search/quality": trial.facts.get("best"),
-                    "search/samples_per_second": trial.facts.get("samples_per_second"),
-                }
-                self.log_metrics(trial.number, metrics)
-                self._logged.add(trial.number)
+        for number in trials.ended[self._logged :]:
+            facts = trials[number].facts
+            metrics = {
+                "search/value": trials[number].value,
+                "search/best_value": best_value(trials),
+                "search/quality": facts.get("best"),
+                "search/samples_per_second": facts.get("samples_per_second"),
+            }
+            self.log_metrics(number, metrics)
+        self._logged = len(trials.ended)
 
     def finish(
         self, reason: str, summary: Mapping[str, float | None], status: Status = "FINISHED"

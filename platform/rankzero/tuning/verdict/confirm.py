@@ -11,7 +11,7 @@ from rankzero.config import flatten
 from rankzero.tuning.next_trial import reference_trial
 from rankzero.tuning.objective import Objective
 from rankzero.tuning.space import BATCH_INDEX, DEVICES, FACTOR, PRECISION, SPEED, Space
-from rankzero.tuning.trial import Trial
+from rankzero.tuning.trial import Trial, Trials
 from rankzero.tuning.trials.follower import TrialResult
 from rankzero.tuning.verdict.decide import Candidate, ConfirmationRun, Verdict, decide
 
@@ -101,9 +101,7 @@ def disturbed(stored: Stored) -> list[int]:
     return sorted((seed for seed in worst if worst[seed] > limit), key=lambda one: -worst[one])
 
 
-def verdict_of(
-    trials: Sequence[Trial], space: Space, objective: Objective, stored: Stored
-) -> Verdict:
+def verdict_of(trials: Trials, space: Space, objective: Objective, stored: Stored) -> Verdict:
     """Decide by the stored confirmations. The reference must be among the trials."""
     confirmed = by_trial(stored)
     reference = reference_trial(trials, space)
