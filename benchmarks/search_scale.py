@@ -30,6 +30,8 @@ from rankzero.tuning.space import make_space
 from rankzero.tuning.study import open_study
 
 sys.path.insert(0, str(HERE.parent / "tests"))
+import itertools
+
 from support.fake_launcher import FakeLauncher
 
 PRUNERS = {"random": "none", "tpe": "asha"}
@@ -81,7 +83,7 @@ def milliseconds(run: Callable[[str, Callable[[], None]], None], trials: int) ->
         run(f"sqlite:///{Path(folder) / 's.db'}", lambda: marks.append(time.process_time()))
     part = trials // PARTS
     edges = [marks[number * part] for number in range(PARTS + 1)]
-    return [1e3 * (late - early) / part for early, late in zip(edges, edges[1:], strict=False)]
+    return [1e3 * (late - early) / part for early, late in itertools.pairwise(edges)]
 
 
 def main() -> None:

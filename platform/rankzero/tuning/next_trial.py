@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from rankzero.tuning.learning_curve import CurvePoint
 from rankzero.tuning.objective import MEMORY
 from rankzero.tuning.space import BATCH_INDEX, FACTOR, Space
-from rankzero.tuning.trial import REPEAT, Trial, Trials
+from rankzero.tuning.trial import Trial, Trials
 
 _CLOSE, _NEAR = 0.1, 0.5  # relative
 _STEP_TO_A_FIRST = 8.0  # of the learning rate, until a trial reaches the quality
