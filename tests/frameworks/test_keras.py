@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -175,19 +176,46 @@ model.fit(
     assert steps_of(tmp_path, found, "val/loss") == [36, 72] and checkpoints(tmp_path)
 
 
+def started(folder: Path, example: str, *tasks: tuple[str, int]) -> list[subprocess.Popen[str]]:
+    """Start an example as the tasks of one cluster, each a kind and an index."""
+    cluster: dict[str, list[str]] = {}
+    for (kind, _), port in zip(sorted(tasks), free_ports(len(tasks)), strict=True):
+        cluster.setdefault(kind, []).append(f"localhost:{port}")
+    return [
+        start(
+            folder,
+            sys.executable,
+            str(EXAMPLES / example),
+            "3",
+            TF_CONFIG=json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}}),
+        )
+        for kind, index in tasks
+    ]
+
+
 def test_two_workers_are_one_run_of_the_chief(tmp_path: Path) -> None:
-    cluster = {"worker": [f"localhost:{port}" for port in free_ports(2)]}
-    configs = [
-        json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
-        for index in (1, 0)
-    ]
-    example = str(EXAMPLES / "keras_workers_digits.py")
-    workers = [
-        start(tmp_path, sys.executable, example, "3", TF_CONFIG=config) for config in configs
-    ]
-    for code, output in map(end, workers):
+    for code, output in map(
+        end, started(tmp_path, "keras_workers_digits.py", ("worker", 1), ("worker", 0))
+    ):
         assert code == 0, output
     found = tracked(tmp_path)
     assert found.status == "FINISHED" and best(found) > 0.8
     assert steps_of(tmp_path, found, "train/loss") == list(range(1, 67))
     assert checkpoints(tmp_path)
+
+
+def test_coordinator_of_a_parameter_server_tracks_one_run(tmp_path: Path) -> None:
+    tasks = ("ps", 0), ("worker", 0), ("chief", 0)
+    *servers, coordinator = started(tmp_path, "parameter_server_digits.py", *tasks)
+    try:
+        code, output = end(coordinator)
+    finally:
+        for server in servers:  # They serve until somebody ends them.
+            server.kill()
+            server.communicate()
+    assert code == 0, output
+    found = tracked(tmp_path)
+    assert found.status == "FINISHED" and best(found) > 0.8
+    assert steps_of(tmp_path, found, "train/loss") == list(range(1, 67))
+    assert steps_of(tmp_path, found, "val/accuracy") == [22, 44, 66]
+    assert found.params["batch_size"] == "64" and "localhost" in found.params["ps"]
