@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed-$(shell cksum < requirements.lock | cut -d' ' -f1)
 
 .PHONY: setup demo test test-slow test-integrations docs torture soak fuzz check lint audit format bench lock tables clean
-.PHONY: test-with-integrations test-with-keras test-with-deepspeed
+.PHONY: test-with-integrations test-with-keras test-with-deepspeed test-with-ray
 
 setup: $(STAMP)
 
@@ -32,12 +32,13 @@ test: setup
 test-slow: setup
 	$(PYTEST) -m slow
 
-# The adapters against the real frameworks, which are extras. TensorFlow and DeepSpeed have environments of their own:
+# The adapters against the real frameworks, which are extras. TensorFlow, DeepSpeed and Ray have environments of their own:
 # whoever finds them imports them, too. What needs Debian's openmpi-bin or a C++ compiler says so where it is skipped.
-FRAMEWORKS := integrations keras deepspeed
+FRAMEWORKS := integrations keras deepspeed ray
 EXTRAS_integrations := metrics,streams,lightning,transformers,accelerate,ignite
 EXTRAS_keras := keras
 EXTRAS_deepspeed := deepspeed
+EXTRAS_ray := ray
 
 test-integrations: $(FRAMEWORKS:%=test-with-%)
 
