@@ -1,6 +1,6 @@
 """Measure what a search's controller costs per trial, with a launcher that trains nothing.
 
-    python benchmarks/search_scale.py [--trials 1000] [--samplers random,tpe]
+    python benchmarks/search_scale.py [--trials 1000] [--samplers random tpe]
 
 The controller asks for a trial, follows eight at a time, reports, and stores results in SQLite. The
 launcher makes up their journals. Random draws and no pruner show what RankZero costs. TPE and ASHA
@@ -12,29 +12,29 @@ Takes about a minute of processor time for 1,000 trials of a sampler.
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import optuna
 from harness import HERE, save
 
 from rankzero.experiment import Experiment, Goal, Train
 from rankzero.tuning import next_trial
-from rankzero.tuning.options import SearchOptions
+from rankzero.tuning.options import Pruner, Sampler, SearchOptions
 from rankzero.tuning.session import Session
 from rankzero.tuning.space import make_space
 from rankzero.tuning.study import open_study
 
 sys.path.insert(0, str(HERE.parent / "tests"))
-import itertools
-
 from support.fake_launcher import FakeLauncher
 
-PRUNERS = {"random": "none", "tpe": "asha"}
+PRUNERS: dict[Sampler, Pruner] = {"random": "none", "tpe": "asha"}
 ATTRIBUTES = 13  # of a trial, as a search writes them
 PARTS, PARALLEL = 10, 8
 WANTED = 20.0  # milliseconds
@@ -48,7 +48,7 @@ class Mine(Experiment):
     lr: float = 0.03
 
 
-def search(storage: str, sampler: str, trials: int, ended: Callable[[], None]) -> None:
+def search(storage: str, sampler: Sampler, trials: int, ended: Callable[[], None]) -> None:
     """Search on a launcher that trains nothing."""
     space = make_space(Mine(), 1, 0.5, samples=1000)
     study = open_study(storage, "s", sampler=sampler, pruner=PRUNERS[sampler], seed=0)
@@ -58,7 +58,7 @@ def search(storage: str, sampler: str, trials: int, ended: Callable[[], None]) -
         if text.startswith("trial"):
             ended()
 
-    launchers = [FakeLauncher()] * PARALLEL
+    launchers: list[Any] = [FakeLauncher()] * PARALLEL
     options = SearchOptions(trials=trials)
     Session(study, space, launchers, options, notify).run(next_trial.guesses(space))
 
@@ -89,14 +89,16 @@ def milliseconds(run: Callable[[str, Callable[[], None]], None], trials: int) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=1000)
-    parser.add_argument("--samplers", default="random,tpe")
+    parser.add_argument("--samplers", nargs="+", choices=PRUNERS, default=list(PRUNERS))
     options = parser.parse_args()
     optuna.logging.set_verbosity(logging.ERROR)
     trials, found = options.trials, {}
-    for name in options.samplers.split(","):
-        found[f"search, {name} and {PRUNERS[name]}"] = milliseconds(
-            lambda storage, ended, name=name: search(storage, name, trials, ended), trials
-        )
+    for name in options.samplers:
+
+        def run(storage: str, ended: Callable[[], None], name: Sampler = name) -> None:
+            search(storage, name, trials, ended)
+
+        found[f"search, {name} and {PRUNERS[name]}"] = milliseconds(run, trials)
     found["Optuna alone"] = milliseconds(
         lambda storage, ended: optuna_alone(storage, trials, ended), trials
     )
