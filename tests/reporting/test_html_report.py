@@ -13,7 +13,6 @@ import pandas
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
-import rankzero
 from rankzero.errors import UserError
 from rankzero.reporting import html_report
 from rankzero.run_store.folder import RunFolder
@@ -55,7 +54,7 @@ def test_a_run_is_one_file_that_needs_nothing_else(tmp_path: Path) -> None:
 def test_several_runs_show_what_differs(tmp_path: Path) -> None:
     folders, path = [trained(tmp_path, lr) for lr in ("0.1", "0.2", "0.3")], tmp_path / "page.html"
     names = [folder.path.name for folder in folders]
-    rankzero.comparison(*names, dir=tmp_path).write_html(path)
+    html_report.write(path, folders)
     shown = texts_of(path.read_text())
     assert "<tr><td>lr</td><td>0.1</td><td>0.2</td><td>0.3</td><td></td></tr>" in shown
     assert shown.count("<summary>Report</summary>") == 3 and shown.count("<img ") == 9
@@ -73,8 +72,8 @@ def test_pictures_that_mlflow_has_are_in_the_page(tmp_path: Path, sqlite: str) -
 def test_a_store_that_does_not_answer_costs_the_pictures_only(tmp_path: Path) -> None:
     folder, path = trained(tmp_path, "0.1"), tmp_path / "page.html"
     delivered(folder, MemoryStore())
-    with pytest.warns(UserWarning, match=f"the page lacks the pictures of {folder.path.name}"):
-        rankzero.run(folder.path.name, dir=tmp_path).write_html(path)
+    [lacking] = html_report.write(path, [folder])
+    assert lacking.startswith(f"the pictures of {folder.path.name}: ")
     shown = texts_of(path.read_text())
     assert "This page lacks the pictures" in shown and "<h2>Report</h2>" in shown
 
@@ -83,11 +82,11 @@ def test_a_long_curve_keeps_its_extremes() -> None:
     values = np.linspace(1.0, 2.0, 100_000)
     values[777], values[99_000] = 50.0, -50.0
     table = pandas.DataFrame({"step": range(100_000), "loss": values})
-    thinned = html_report._thinned(table, "loss")
+    thinned = html_report._thinned(table)
     assert len(thinned) < 1100 and thinned["step"].is_monotonic_increasing
     assert (thinned["loss"].max(), thinned["loss"].min()) == (50.0, -50.0)
     assert list(thinned["step"].iloc[[0, -1]]) == [0, 99_999]
-    assert len(html_report._thinned(table[:900], "loss")) == 900
+    assert len(html_report._thinned(table[:900])) == 900
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,11 @@ import pytest
 
 from rankzero.launch import failures
 from rankzero.launch.failures import Failure, FailureKind
+from rankzero.redaction.text import NOTIFY
 from rankzero.run_store import run_locks
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import notification, recorder
-from rankzero.tracking.notification import NOTIFY, is_webhook, news_of, post
+from rankzero.tracking.notification import is_webhook, news_of, post
 from support.commands import wait_until
 from support.paths import SUPPORT
 from support.runs import T0, append, ended, evaluated, make_folder, started, steps
@@ -90,12 +91,12 @@ def test_a_failure_has_its_kind(tmp_path: Path, kind: FailureKind, event: str) -
     reason = "rank 1 <ended> with password=planted and --api-key planted"
     append(folder, started(), dataclasses.replace(ended("FAILED"), reason=reason))
     news = news_of(folder)
-    assert news.fields["event"] == event and "<ended>" in news.text and "planted" not in str(news)
+    assert news["event"] == event and "<ended>" in news["message"] and "planted" not in str(news)
     assert "&lt;ended&gt;" in str(notification._shaped("slack+http://here/", news))
     append(folder, started(2, step=50), ended("FAILED"))
-    assert news_of(folder).fields["event"] == "failed", "that failure was of the attempt before"
+    assert news_of(folder)["event"] == "failed", "that failure was of the attempt before"
     append(folder, started(3, step=60), ended("KILLED", "stopped by Ctrl-C"))
-    assert news_of(folder).title.endswith(" stopped")
+    assert news_of(folder)["title"].endswith(" stopped")
 
 
 def test_values_that_json_lacks_are_left_out(tmp_path: Path, webhook: Webhook) -> None:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     from rankzero.experiment import Experiment
 
+# -P: a file of the current folder must not hide a module of ours.
+_COMMAND = (sys.executable, "-P", "-m", "rankzero")
 # The servers of `open_ui` by the folder of their runs, with their addresses.
 _servers: dict[Path, tuple[subprocess.Popen[bytes], str]] = {}
 
@@ -114,15 +116,14 @@ def open_ui(*, port: int | None = None, dir: str | Path | None = None) -> str:
     browser = "--open" if has_screen() else "--no-open"
     with tempfile.TemporaryDirectory(prefix="rankzero-") as folder:
         result, errors = Path(folder) / "ui.json", Path(folder) / "errors.txt"
-        words = ["ui", browser, f"--port={port or _free_port()}", f"--dir={root}"]
+        with socket.create_server((LOOPBACK, 0)) as probe:
+            port = port or probe.getsockname()[1]
+        words = ["ui", browser, f"--port={port}", f"--dir={root}", f"--result-file={result}"]
         with errors.open("w") as file:
+            # In a session of its own, so that Ctrl-C in a cell does not end it.
             server = subprocess.Popen(
-                _command([*words, f"--result-file={result}"]),
-                stdout=subprocess.DEVNULL,
-                stderr=file,
-                start_new_session=True,  # so that Ctrl-C in a cell does not end it
+                [*_COMMAND, *words], stdout=subprocess.DEVNULL, stderr=file, start_new_session=True
             )
-        _servers[root] = (server, "")
         atexit.register(server.terminate)
         while not result.exists():
             if server.poll() is not None:
@@ -216,12 +217,6 @@ def _reference_of(experiment: Experiment) -> str:
     return f"{Path(file).absolute()}:{cls.__name__}"
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
-
-
 def _words(verb: str, experiment: Experiment) -> list[str]:
     """Return a command line with the settings that differ from the class's defaults."""
     defaults = config.rendered(type(experiment)())
@@ -259,7 +254,7 @@ def _call(words: Sequence[str], *, showing: bool) -> None:
     # A file and not a pipe: nobody reads a pipe while the output is printed.
     with tempfile.TemporaryFile("w+", errors="backslashreplace") as errors:
         process = subprocess.Popen(
-            _command(words),
+            [*_COMMAND, *words],
             text=True,
             errors="backslashreplace",
             stdout=None if showing else subprocess.PIPE,
@@ -283,17 +278,13 @@ def _call(words: Sequence[str], *, showing: bool) -> None:
         _check(process.returncode, errors.read())
 
 
-def _command(words: Iterable[str]) -> list[str]:
-    # -P: a file of the current folder must not hide a module of ours.
-    return [sys.executable, "-P", "-m", "rankzero", *words]
-
-
 def _check(code: int, errors: str) -> None:
     """Print what the command noted. Raise its error with the text that the command printed."""
     # The error comes last. Its text may quote another error, but not at the start of a line.
-    notes, _, message = f"\n{errors}".partition("\nerror: ")
-    print(notes.removeprefix("\n"), end="", file=sys.stderr)
+    notes, _, message = f"\n{errors}".rpartition("\nerror: ")
     # A stopped run has a checkpoint, which the caller wants. It is not an error.
-    if code not in (FINISHED, NOT_DELIVERED, RESUMABLE):
+    fails = code not in (FINISHED, NOT_DELIVERED, RESUMABLE)
+    print(notes[1:] if fails else errors, end="", file=sys.stderr)
+    if fails:
         kind = UserError if code == USAGE else RunFailed
         raise kind(message.strip() or f"the command ended with exit code {code}")

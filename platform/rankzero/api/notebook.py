@@ -30,24 +30,19 @@ def progress(folder: RunFolder, goal: Goal) -> Iterator[None]:
     """Show a new run's progress during the block. It reads the run's journals, from a thread."""
     from IPython.display import display
 
-    model, offsets, over = (
-        ProgressModel(goal),
-        {folder.system(0): 0, folder.events: 0},
-        threading.Event(),
-    )
+    model, over = ProgressModel(goal), threading.Event()
+    offsets = {folder.system(0): 0, folder.events: 0}
     output: Any = display(_drawn(model), raw=True, display_id=True)  # type: ignore[no-untyped-call]
 
-    def draw() -> None:
-        for path in offsets:
-            events, offsets[path] = read(path, offsets[path])
-            for event in events:
-                model(event)
-        output.update(_drawn(model), raw=True)
-
     def follow() -> None:
-        while not over.wait(_SECONDS):
-            draw()
-        draw()
+        is_over = False
+        while not is_over:
+            is_over = over.wait(_SECONDS)
+            for path in offsets:
+                events, offsets[path] = read(path, offsets[path])
+                for event in events:
+                    model(event)
+            output.update(_drawn(model), raw=True)
 
     # In a copy of the context, by which the kernel knows the cell of an output.
     thread = threading.Thread(target=contextvars.copy_context().run, args=(follow,), daemon=True)
@@ -66,7 +61,5 @@ def _drawn(model: ProgressModel) -> dict[str, Any]:
     if run.best is not None:
         text += f"  best {model.goal.metric} {run.best:.4g}"
     share = f' value="{run.steps}" max="{run.total_steps}"' if run.total_steps else ""
-    return {
-        "text/plain": text,
-        "text/html": f"<progress{share}></progress> {html.escape(text)}",
-    }
+    bar = f"<progress{share}></progress> {html.escape(text)}"
+    return {"text/plain": text, "text/html": bar}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +13,7 @@ from rankzero.catalog import filters as selection
 from rankzero.catalog import lookup
 from rankzero.catalog.summary import Summary, read_summary
 from rankzero.reporting import html_page, html_report, metric_table, run_facts, run_report
-from rankzero.reporting.comparison import sections, side_of
+from rankzero.reporting.comparison import RunSide, sections, side_of
 from rankzero.run_store.checkpoint_files import folder_of
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.location import root_of
@@ -80,9 +79,10 @@ def run(name: str, *, dir: str | Path | None = None) -> Run:
 def comparison(*names: str, dir: str | Path | None = None) -> Comparison:
     """Return what differs between the runs with these names or MLflow run ids.
 
-    Raises UserError, naming the newest runs, if one does not exist.
+    Raises UserError if there is no such run.
     """
-    return Comparison([lookup.require(root_of(dir) / "runs", name) for name in names])
+    runs = root_of(dir) / "runs"
+    return Comparison([side_of(lookup.require(runs, name)) for name in names])
 
 
 def _value(text: str) -> str | float | bool | None:
@@ -173,22 +173,15 @@ class Run:
 
         return load_best(self._folder)
 
-    def write_html(self, path: str | Path) -> None:
-        """Write what ``rankzero report RUN --html`` does: one file to be mailed. Raises UserError.
-
-        A warning names what the page lacks, such as pictures of a store that does not answer.
-        """
-        _write_html(path, [self._folder])
-
     def load_checkpoint(self, step: int | None = None) -> dict[str, Any]:
         """Return the state in the best checkpoint, or in that of `step`, on the CPU.
 
         ``["model"]`` are the weights; in a run of `rankzero.track`, the state is what was saved.
         Raises UserError if there is no such checkpoint, or a damaged one.
         """
-        from rankzero.training.checkpoints.restore import load_one
+        from rankzero.training.checkpoints.best_model import load_state
 
-        return load_one(self._folder, self._facts.goal, step)
+        return load_state(self._folder, self._facts.goal, step)
 
     def __repr__(self) -> str:
         best = "" if self.best is None else f", {self._facts.goal.metric} {self.best:.4g}"
@@ -201,8 +194,8 @@ class Run:
 class Comparison:
     """The differences between runs: results, speed, settings, code, packages, machine."""
 
-    def __init__(self, folders: Sequence[RunFolder]) -> None:
-        self._folders, self._sides = folders, [side_of(folder) for folder in folders]
+    def __init__(self, sides: Sequence[RunSide]) -> None:
+        self._sides = sides
 
     @property
     def table(self) -> DataFrame:
@@ -214,17 +207,8 @@ class Comparison:
         names = (side.name for side in self._sides)
         return pandas.DataFrame.from_records(rows, columns=["kind", "key", *names])
 
-    def write_html(self, path: str | Path) -> None:
-        """Write what ``rankzero report A B --html`` does, as `Run.write_html`."""
-        _write_html(path, self._folders)
-
     def __repr__(self) -> str:
         return f"<comparison of {', '.join(side.name for side in self._sides)}>"
 
     def _repr_html_(self) -> str:
         return html_report.differences(self._sides)
-
-
-def _write_html(path: str | Path, folders: Sequence[RunFolder]) -> None:
-    for what in html_report.write(Path(path), folders):
-        warnings.warn(f"the page lacks {what}", stacklevel=3)

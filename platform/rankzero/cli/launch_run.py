@@ -25,11 +25,11 @@ from rankzero.launch.machines import ALONE, Machines
 from rankzero.launch.request import OUT_OF_MEMORY, request_for, write_config
 from rankzero.launch.signals import SignalForwarder
 from rankzero.mlflow_store.patience import patience
+from rankzero.redaction.text import NOTIFY
 from rankzero.run_store import provenance
 from rankzero.run_store.folder import RunFolder
 from rankzero.telemetry.host import usable_cores
 from rankzero.tracking import delivery_status, notification
-from rankzero.tracking.notification import NOTIFY
 
 # The server that workers are forked from imports these beforehand: they are slow to import, and
 # start no threads and no CUDA.
@@ -116,14 +116,8 @@ def _launch(
     advice = DataWait(train.workers, plan.topology.processes, len(usable_cores()))
     machines = plan.topology.machines
     first = True if machines.alone else None
-    console = Console(
-        folder,
-        plan.experiment.goal,
-        plan.root,
-        advise=advice,
-        is_first=first,
-        shows_progress=plan.shows_progress,
-    )
+    goal, shows = plan.experiment.goal, plan.shows_progress
+    console = Console(folder, goal, plan.root, advise=advice, is_first=first, shows_progress=shows)
     with console:
         result = agent.run(
             plan.topology, worker.main, request, folder.path / "logs", forwarder, console.joined

@@ -17,6 +17,7 @@ from rankzero.cli.verbs import TRAINING_VERBS, VERBS
 from rankzero.errors import FAILED, USAGE, UserError
 from rankzero.launch import output
 from rankzero.mlflow_store.patience import A_DAY, WAIT
+from rankzero.redaction.text import NOTIFY
 from rankzero.run_store.location import root_of
 
 # `doctor` says it as one of its checks.
@@ -64,8 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # In the environment, for the recorder and the courier. Offline, nothing is delivered.
             waits = arguments.wait_delivery is not None and not arguments.offline
             os.environ[WAIT] = str(arguments.wait_delivery) if waits else ""
-            if arguments.notify is not None:
-                _keep_secret(arguments.notify)
+            os.environ[NOTIFY] = arguments.notify or ""
         return int(_function("run", arguments.verb)(arguments))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -79,20 +79,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--debug" in words:
             raise
         return _report(error)
-
-
-def _keep_secret(webhook: str) -> None:
-    """Leave the address to the recorder, in the environment, and to nothing that is recorded."""
-    from rankzero.tracking.notification import NOTIFY
-
-    os.environ[NOTIFY] = webhook
-    kept: list[str] = []
-    for word in sys.argv:
-        if webhook not in word:
-            kept.append(word)
-        elif kept and word == webhook and kept[-1].startswith("--not"):
-            kept.pop()
-    sys.argv = kept
 
 
 def parse(words: list[str]) -> argparse.Namespace:

@@ -18,13 +18,13 @@ from rankzero.launch.machines import ALONE, Machines
 from rankzero.mlflow_store import drivers, limits, uris
 from rankzero.mlflow_store.items import DESCRIPTION
 from rankzero.mlflow_store.patience import A_DAY, WAIT, seconds
-from rankzero.redaction.text import settings_without_secrets, text_without_secrets
+from rankzero.redaction.text import NOTIFY, settings_without_secrets, text_without_secrets
 from rankzero.run_store import names
 from rankzero.run_store.folder import Identity
 from rankzero.run_store.location import is_offline
 from rankzero.run_store.provenance import RESERVED
 from rankzero.run_store.spoken_names import new_name
-from rankzero.tracking.notification import NOTIFY, is_webhook
+from rankzero.tracking.notification import is_webhook
 
 _TAG_KEY = re.compile(r"[\w./-]+")
 

@@ -6,12 +6,15 @@ The patterns rather redact a harmless value than keep a secret.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 
 from rankzero.redaction.assignments import BLOT, WORD, is_harmless, is_secret_name, without_assigned
 
+NOTIFY = "RANKZERO_NOTIFY"
+"""The variable with a webhook's address, which is a secret in any text."""
 # Values of a setting that is not used.
 _UNSET = ("", "none", "true", "false")
 _KEY = re.compile(r"[\w.\-+~@/\[\]]{1,256}")
@@ -62,6 +65,7 @@ _SHAPES = re.compile(
 
 def text_without_secrets(text: str) -> str:
     """Return `text` with keys, tokens, passwords and credentials in URLs redacted."""
+    text = text.replace(os.environ.get(NOTIFY) or BLOT, BLOT)
     text = without_assigned(url_without_secrets(_SHAPES.sub(BLOT, text)))
     for pattern in (_OPTION, _SIGNATURE, _LOGIN, _ENV, _HOOK):
         text = pattern.sub(lambda found: found["name"] + BLOT, text)

@@ -8,18 +8,14 @@ from typing import Any
 
 _STYLE = """
 :root{color-scheme:light dark}
-body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:0 auto;padding:1rem;
- background:Canvas;color:CanvasText;overflow-wrap:anywhere}
-th,td:first-child{overflow-wrap:break-word}
-h1{font-size:1.5rem;line-height:1.3} h2{font-size:1.2rem;margin:2rem 0 .5rem}
-h3{font-size:1rem;margin:1.5rem 0 .5rem}
+body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:auto;padding:1rem;background:Canvas;
+ color:CanvasText;overflow-wrap:anywhere} th,td:first-child{overflow-wrap:break-word}
+h1{font-size:1.5rem} h2{font-size:1.2rem;margin-top:2rem} h3{font-size:1rem;margin-top:1.5rem}
 table{display:block;overflow-x:auto;border-collapse:collapse;font-variant-numeric:tabular-nums}
-th,td{text-align:left;vertical-align:top;padding:.25rem 1rem .25rem 0;
- border-bottom:1px solid rgb(128 128 128/.3);white-space:pre-wrap}
-td+td{min-width:6rem}
-code,pre{font:.9em ui-monospace,monospace} pre{overflow-x:auto;padding:.75rem;
- background:rgb(128 128 128/.12);border-radius:.4rem}
-summary{cursor:pointer;margin:1rem 0}
+th,td{text-align:left;vertical-align:top;padding:.25rem 1rem .25rem 0;white-space:pre-wrap;
+ border-bottom:1px solid rgb(128 128 128/.3)} td+td{min-width:6rem}
+code,pre{font:.9em ui-monospace,monospace} summary{cursor:pointer;margin:1rem 0}
+pre{overflow-x:auto;padding:.75rem;background:rgb(128 128 128/.12);border-radius:.4rem}
 .grid{display:grid;gap:1rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,28rem),1fr))}
 .grid>*{min-width:0;margin:0} img{max-width:100%;height:auto;border-radius:.4rem}
 .js-plotly-plot text:not(.hoverlayer *,.heatmap-label *){fill:CanvasText!important}

@@ -24,12 +24,6 @@ if TYPE_CHECKING:
 _MOST_PICTURES = 12
 # Points of a curve. Each bucket of steps keeps its least and its greatest value.
 _BUCKETS = 500
-_DASHES = ("solid", "dot", "dash", "dashdot")
-_LAYOUT = {
-    "height": 340,
-    "xaxis": {"title": "step"},
-    "yaxis": {"exponentformat": "e"},
-}
 
 
 def write(path: Path, folders: Sequence[RunFolder]) -> list[str]:
@@ -42,7 +36,8 @@ def write(path: Path, folders: Sequence[RunFolder]) -> list[str]:
     else:
         end = sides[0].facts.end
         parts.append(f"<p><b>{sides[0].status}</b>: {html.escape(end.reason if end else '')}</p>")
-    parts += ["<h2>Curves</h2>", '<div class="grid">', *_curves(folders, sides), "</div>"]
+    if charts := list(_curves(folders, sides)):
+        parts += ["<h2>Curves</h2>", '<div class="grid">', *charts, "</div>"]
     for folder, side in zip(folders, sides, strict=True):
         name = html.escape(side.name)
         parts += [f"<h2>{name}</h2>"] if several else []
@@ -78,43 +73,38 @@ def _patches(sides: Sequence[RunSide]) -> Iterator[str]:
 
 def _curves(folders: Sequence[RunFolder], sides: Sequence[RunSide]) -> Iterator[Any]:
     """Yield a chart for each group of metrics: a colour for each run, or each metric of one run."""
-    import plotly.graph_objects as go
-    from plotly.colors import qualitative
+    import pandas
+    import plotly.express
 
     tables = [metric_table.metrics(folder) for folder in folders]
     # The first two columns are the step and its time.
     names = list(dict.fromkeys(str(name) for table in tables for name in table.columns[2:]))
-    one = len(sides) == 1
     for title, group in learning_curves.grouped(names, sides[0].facts.goal.metric).items():
-        figure = go.Figure()
-        dashes = dict(zip(group, ["solid"] * len(group) if one else _DASHES, strict=False))
-        for number, (side, table) in enumerate(zip(sides, tables, strict=True)):
-            for index, name in enumerate(name for name in dashes if name in table):
-                known = _thinned(table[["step", name]].dropna(), name)
-                colour = qualitative.T10[(index if one else number) % len(qualitative.T10)]
-                figure.add_scatter(
-                    x=known["step"],
-                    y=known[name],
-                    name=name if one else side.name,
-                    legendgroup=name if one else side.name,
-                    showlegend=index == 0 if not one else len(group) > 1,
-                    mode="lines+markers" if len(known) < 50 else "lines",
-                    line={"color": colour, "dash": dashes[name]},
-                )
-        if not one and len(dashes) > 1:
-            title += f" ({', '.join(f'{name} {dash}' for name, dash in dashes.items())})"
-        figure.update_layout(title=title, **_LAYOUT)
-        yield figure
+        curves = [
+            _thinned(table[["step", name]].set_axis(["step", ""], axis=1).dropna()).assign(
+                run=side.name, metric=name
+            )
+            for side, table in zip(sides, tables, strict=True)
+            for name in group
+            if name in table
+        ]
+        by = {"color": "run" if len(sides) > 1 else "metric", "title": title, "height": 340}
+        by |= {"line_dash": "metric"} if len(sides) > 1 and len(group) > 1 else {}
+        figure = plotly.express.line(pandas.concat(curves), "step", "", **by)
+        # A line through a single value would be nothing.
+        figure.for_each_trace(
+            lambda one: one.update(mode="lines+markers"), lambda one: len(one.x) < 50
+        )
+        yield figure.update_layout(legend_title="", yaxis_exponentformat="e")
 
 
-def _thinned(known: DataFrame, name: str) -> DataFrame:
+def _thinned(curve: DataFrame) -> DataFrame:
     """Return the rows with the least and the greatest value of each bucket of steps, in order."""
-    if len(known) <= 2 * _BUCKETS:
-        return known
-    rows = known.reset_index(drop=True)
-    values = rows[name].groupby(rows.index * _BUCKETS // len(rows))
-    kept = sorted({0, *values.idxmin(), *values.idxmax(), len(rows) - 1})
-    return rows.loc[kept]
+    if len(curve) <= 2 * _BUCKETS:
+        return curve
+    rows = curve.reset_index(drop=True)
+    values = rows.iloc[:, 1].groupby(rows.index * _BUCKETS // len(rows))
+    return rows.loc[sorted({0, *values.idxmin(), *values.idxmax(), len(rows) - 1})]
 
 
 def _pictures(folder: RunFolder, missing: list[str]) -> Iterator[str]:
@@ -144,14 +134,11 @@ def _drawn(folder: RunFolder, place: Path) -> dict[str, Path]:
     from rankzero.run_store import picture_files
 
     taken = [event for event in read_all(folder.events) if isinstance(event, PicturesTaken)]
-    run_id = mlflow_id(folder)
     if not taken:
         return {}
-    arrays = folder.path / taken[-1].path
+    arrays, target = folder.path / taken[-1].path, place / "pictures"
     if arrays.exists() and arrays.resolve().is_relative_to(folder.path.resolve()):
         return image_grids.draw(picture_files.read(arrays), taken[-1].step, place)
-    if run_id is None:
-        return {}
-    target = place / "pictures"
-    MlflowRuns(folder.identity.tracking_uri).download_artifacts(run_id, target, "pictures")
+    if run_id := mlflow_id(folder):
+        MlflowRuns(folder.identity.tracking_uri).download_artifacts(run_id, target, "pictures")
     return {path.stem: path for path in sorted(target.glob("*.png"))}

@@ -9,6 +9,7 @@ from pathlib import PurePath
 from rankzero.reporting.run_facts import Facts
 
 _RUN_NAME = "--name", "--run-name"
+_LEFT_OUT = (*_RUN_NAME, "--notify")
 
 
 def commands(name: str, facts: Facts) -> list[str]:
@@ -55,7 +56,7 @@ def longer(params: Mapping[str, str]) -> str:
 
 
 def words(command: str) -> list[str]:
-    """Return the words of a recorded command, without the program's path and the run's name."""
+    """Return the words of a recorded command, without the program's path and `_LEFT_OUT`."""
     try:
         found = shlex.split(command)
     except ValueError:
@@ -64,10 +65,10 @@ def words(command: str) -> list[str]:
     program = PurePath(found[0] if found else "")
     if program.name != "rankzero" and program.parts[-2:] != ("rankzero", "__main__.py"):
         return ["python", *found] if program.suffix == ".py" else found
-    # Without `--name NAME` and `--name=NAME`: the name is taken already.
+    # Without `--name NAME` and `--name=NAME`: the name is taken, and a webhook's address unknown.
     kept, before = ["rankzero"], ""
     for word in found[1:]:
-        if before not in _RUN_NAME and word.partition("=")[0] not in _RUN_NAME:
+        if before not in _LEFT_OUT and word.partition("=")[0] not in _LEFT_OUT:
             kept.append(word)
         before = word
     return kept

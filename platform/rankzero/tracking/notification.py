@@ -13,13 +13,13 @@ import os
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from rankzero.events import RunEnded
 from rankzero.launch import failures
 from rankzero.launch.failures import FailureKind
-from rankzero.redaction.text import line_without_secrets
+from rankzero.redaction.text import NOTIFY, line_without_secrets
 from rankzero.reporting.run_facts import Facts, fold
 from rankzero.reporting.run_report import duration
 from rankzero.run_store import run_locks
@@ -28,12 +28,9 @@ from rankzero.run_store.journal import read_all
 from rankzero.tracking.delivery_status import recorder_lives
 from rankzero.tracking.retry import guarded, log
 
-NOTIFY = "RANKZERO_NOTIFY"
-"""The variable with the webhook's address, which may be a secret: nothing records it."""
 LONGEST_SECONDS = 15.0
 """Two tries, and a name server that does not answer."""
 _RESULT = "notified.json"
-_ANSWER_SECONDS, _PAUSE_SECONDS = 4.0, 1.0
 _EVENTS = {
     "FINISHED": "finished",
     "KILLED": "stopped",
@@ -41,14 +38,6 @@ _EVENTS = {
     FailureKind.NOT_FINITE: "diverged",
 }
 _SHAPES = ("slack", "ntfy")
-
-
-class News(NamedTuple):
-    """How a run ended, without secrets: for people, and for programs."""
-
-    title: str
-    text: str
-    fields: dict[str, Any]
 
 
 def start(folder: RunFolder, token: str, url: str) -> threading.Thread:
@@ -85,32 +74,36 @@ def problem(folder: RunFolder, hurried: Callable[[], bool] = lambda: False) -> s
         time.sleep(0.05)
 
 
-def news_of(folder: RunFolder, failure: str = "") -> News:
-    """Return how the run's newest attempt ended; `failure`: why it did not even start."""
+def news_of(folder: RunFolder, failure: str = "") -> dict[str, Any]:
+    """Return how the run's newest attempt ended, without secrets: for people, and for programs.
+
+    `failure`: why it did not even start.
+    """
     facts, identity = fold(read_all(folder.events)), folder.identity
     end = facts.end
     if end is None or failure:
         end = RunEnded(time.time(), "FAILED", failure or "its end is not recorded", None, {})
     event, goal = _event(folder, facts, end), facts.goal.metric
-    value = facts.best if facts.best is not None and math.isfinite(facts.best) else None
-    # The reason of a run that has finished may say it.
-    best = [] if value is None or goal in end.reason else [f"best {goal} {value:.4g}"]
-    spent = [duration(facts.duration)] if facts.started is not None else []
+    best = facts.best if facts.best is not None and math.isfinite(facts.best) else None
+    # The reason of a run that has finished may say the best value.
+    said = "" if best is None or goal in end.reason else f"best {goal} {best:.4g}"
+    spent = "" if facts.started is None else duration(facts.duration)
     host = facts.environment.get("rankzero.host", "")
-    name, reason = (line_without_secrets(text) for text in (identity.name, end.reason))
-    fields = {
-        "run": name,
-        "experiment": line_without_secrets(identity.experiment),
+    news = {
+        "title": f"{identity.name} {event}",
+        "message": f"{end.reason}\n{', '.join(filter(None, (said, spent, host)))}".strip(),
+        "run": identity.name,
+        "experiment": identity.experiment,
         "event": event,
         "status": end.status,
-        "reason": reason,
+        "reason": end.reason,
         "goal": goal,
-        "best": value,
+        "best": best,
         "seconds": round(facts.duration, 1),
         "host": host,
     }
-    text = "\n".join([reason, ", ".join([*best, *spent, *filter(None, [host])])])
-    return News(f"{name} {event}", text.strip(), fields)
+    texts = {key: line_without_secrets(one) for key, one in news.items() if isinstance(one, str)}
+    return {**news, **texts}
 
 
 def is_webhook(url: str) -> bool:
@@ -122,11 +115,7 @@ def is_webhook(url: str) -> bool:
 
 
 def post(
-    url: str,
-    news: News,
-    *,
-    answer_seconds: float = _ANSWER_SECONDS,
-    pause_seconds: float = _PAUSE_SECONDS,
+    url: str, news: Mapping[str, Any], *, answer_seconds: float = 4.0, pause_seconds: float = 1.0
 ) -> str | None:
     """Send the news, a second time if the first fails. Return why both failed, without the URL."""
     import requests
@@ -155,20 +144,19 @@ def _split(url: str) -> tuple[str, str]:
     return (shape, address) if shape in _SHAPES else ("", url)
 
 
-def _shaped(url: str, news: News) -> tuple[str, dict[str, Any]]:
+def _shaped(url: str, news: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return where to send the news, and the JSON that is understood there."""
     shape, address = _split(url)
     parts = urllib.parse.urlsplit(address)
-    host, text = parts.hostname or "", f"{news.title}\n{news.text}"
+    host, text = parts.hostname or "", f"{news['title']}\n{news['message']}"
     if shape == "slack" or host == "hooks.slack.com":
         return address, {"text": html.escape(text, quote=False)}
     if shape == "ntfy" or host.startswith("ntfy."):
         above, _, topic = parts.path.rstrip("/").rpartition("/")
-        root = parts._replace(path=above or "/").geturl()
-        priority = 3 if news.fields["status"] == "FINISHED" else 4
-        body = {"topic": topic, "title": news.title, "message": news.text, "priority": priority}
-        return root, body
-    return address, {"text": text, **news.fields}
+        body = {"topic": topic, "title": news["title"], "message": news["message"]}
+        priority = 3 if news["status"] == "FINISHED" else 4
+        return parts._replace(path=above or "/").geturl(), {**body, "priority": priority}
+    return address, {"text": text, **news}
 
 
 def _event(folder: RunFolder, facts: Facts, end: RunEnded) -> str:

@@ -184,13 +184,14 @@ def finish(
     Writing is retried for `grace_seconds`. With `notifies`, the webhook gets the news meanwhile.
     """
     from rankzero.mlflow_store.patience import grace_seconds
+    from rankzero.redaction.text import NOTIFY
     from rankzero.tracking import notification
     from rankzero.tracking.retry import succeeds
 
     until = time.monotonic() + grace_seconds()
     written = succeeds(attempt.ensure_run_ended, pause_seconds)
     sender = None
-    webhook = os.environ.get(notification.NOTIFY) if notifies else None
+    webhook = os.environ.get(NOTIFY) if notifies else None
     if webhook and attempt.is_latest:
         sender = notification.start(attempt.folder, attempt.token, webhook)
     if courier is not None:

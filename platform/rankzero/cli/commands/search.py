@@ -20,7 +20,7 @@ from rankzero.catalog import deleted
 from rankzero.cli import options
 from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.live import look, program
-from rankzero.cli.display.terminal import print_line, set_title
+from rankzero.cli.display.terminal import is_interactive, print_line, text_console
 from rankzero.cli.launch_run import libraries_of
 from rankzero.errors import RESUMABLE, UserError
 from rankzero.events import RunStarted
@@ -246,7 +246,8 @@ def _search(
     print_line(f"study  {identity.name}  ({arguments.objective}, {where})")
     outcome = search.run(setup)
     print_line(f"\n{outcome.text}")
-    set_title(f"{identity.name}: the search has ended", rings=True)
+    if is_interactive():
+        text_console().bell()
     if outcome.folder is None:
         return RESUMABLE
     delivery_notes.print_delivery(outcome.folder, offline=arguments.offline)

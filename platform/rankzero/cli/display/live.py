@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rankzero.cli.display.terminal import is_interactive, set_title, text_console
+from rankzero.cli.display.terminal import is_interactive, text_console
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted
 from rankzero.experiment import Goal
 from rankzero.launch.agent import log_files
@@ -118,7 +118,9 @@ class Console:
         identity = self._folder.identity
         name = identity.name
         title = f"{name}: {ended.status}"
-        set_title(title, rings=True)
+        if is_interactive():
+            self._terminal.set_window_title(title)
+            self._terminal.bell()
         table = Table(title=title, title_justify="left", show_header=False, min_width=48)
         table.add_column()
         table.add_column(overflow="fold")
@@ -155,7 +157,8 @@ class Console:
         # Into a pipe a line now and then: a log of a day's training must stay readable.
         if self._live is not None:
             self._live.update(progress_panel(self._progress))
-            set_title(f"{self._folder.path.name}: {self._progress.facts()[0]}")
+            name = self._folder.path.name
+            self._terminal.set_window_title(f"{name}: {self._progress.facts()[0]}")
         elif self._progress.run.steps and time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + _LINE_SECONDS
             self._terminal.print("  ".join(self._progress.facts()))

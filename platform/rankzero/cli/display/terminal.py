@@ -46,15 +46,6 @@ def is_interactive() -> bool:
     return sys.stdout.isatty()
 
 
-def set_title(text: str, *, rings: bool = False) -> None:
-    """Set the title of a terminal, and with `rings` ring its bell. A pipe gets nothing."""
-    if is_interactive():
-        terminal = text_console()
-        terminal.set_window_title(text)
-        if rings:
-            terminal.bell()
-
-
 def warn_if_interrupt_is_ignored() -> None:
     """Print once that Ctrl-C cannot stop this command, if SIGINT was ignored when it started."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rankzero import config, experiment_file
 from rankzero.errors import UserError
-from rankzero.experiment import Experiment
+from rankzero.experiment import Experiment, Goal
 from rankzero.launch import signals
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import checkpoint_files
@@ -105,13 +105,23 @@ def load_best(folder: RunFolder) -> nn.Module:
     Raises UserError.
     """
     experiment = experiment_of(folder)
-    path = restore.path_of(folder, experiment.goal)
+    path = _best_checkpoint(folder, experiment.goal)
     try:
         return _load_model(experiment, path)
     except (RuntimeError, KeyError, checkpoint_files.BrokenCheckpoint) as error:
         raise UserError(
             f"{path} does not fit the experiment's model as its file is now: {error}"
         ) from error
+
+
+def load_state(folder: RunFolder, goal: Goal, step: int | None = None) -> dict[str, Any]:
+    """Return the state in the best checkpoint, or in that of `step`. Raises UserError."""
+    try:
+        if step is None:
+            return restore.load(_best_checkpoint(folder, goal))
+        return restore.load(checkpoint_files.folder_of(folder.checkpoints, step))
+    except checkpoint_files.BrokenCheckpoint as error:
+        raise UserError(str(error)) from error
 
 
 def _run_child(folder: str, problems: Any) -> None:
@@ -134,7 +144,7 @@ def _log_best(folder: RunFolder) -> None:
 
     identity, run_id = folder.identity, delivery_status.status(folder).run_id
     experiment = experiment_of(folder)
-    path = restore.path_of(folder, experiment.goal)
+    path = _best_checkpoint(folder, experiment.goal)
     if run_id is None:
         raise RuntimeError("the run has not reached MLflow; rankzero sync does it")
     step = checkpoint_files.read_manifest(path).step
@@ -160,6 +170,13 @@ def _log_best(folder: RunFolder) -> None:
     # Only now, so that MLflow always has one of them.
     if before is not None:
         tracker.models.delete_checkpoint(before["model_id"])
+
+
+def _best_checkpoint(folder: RunFolder, goal: Goal) -> Path:
+    path = checkpoint_files.best(folder.checkpoints, goal)
+    if path is None:
+        raise UserError(f"{folder.path.name} has no checkpoint on this disk")
+    return path
 
 
 def _load_model(experiment: Experiment, path: Path) -> nn.Module:

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 
 from rankzero.errors import UserError
-from rankzero.experiment import Goal
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store.checkpoint_files import BrokenCheckpoint
-from rankzero.run_store.folder import RunFolder
 from rankzero.training import rng, strategies
 from rankzero.training.data.stream import StreamLoader
 from rankzero.training.distributed.world import World
@@ -37,30 +35,6 @@ def load(folder: Path) -> dict[str, Any]:
         raise BrokenCheckpoint(
             f"{folder} holds more than tensors and plain values, and is refused"
         ) from error
-
-
-def load_one(folder: RunFolder, goal: Goal, step: int | None = None) -> dict[str, Any]:
-    """Return the state in the run's best checkpoint, or in that of `step`. Raises UserError."""
-    try:
-        return load(path_of(folder, goal, step))
-    except BrokenCheckpoint as error:
-        raise UserError(str(error)) from error
-
-
-def path_of(folder: RunFolder, goal: Goal, step: int | None = None) -> Path:
-    """Return the folder of the best intact checkpoint, or of that of `step`. Raises UserError."""
-    if step is None:
-        path = checkpoint_files.best(folder.checkpoints, goal)
-    else:
-        path = checkpoint_files.folder_of(folder.checkpoints, step)
-    if path is not None and path.exists():
-        return path
-    name = f"{folder.path.name} has no checkpoint"
-    if step is None:
-        raise UserError(f"{name} on this disk")
-    known = checkpoint_files.known(folder.checkpoints).values()
-    others = ", ".join(f"{one.step:,}" for one in known) or "no step"
-    raise UserError(f"{name} of step {step:,} on this disk, but of {others}")
 
 
 def newest(
