@@ -13,6 +13,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from mlflow import MlflowClient
+from torch.distributed import checkpoint
 
 import rankzero
 from rankzero.events import ArtifactLogged
@@ -215,6 +216,20 @@ def test_file_that_cannot_be_copied_costs_no_other_of_its_folder(
     found = {str(path.relative_to(copied)) for path in copied.rglob("*") if path.is_file()}
     assert found == {".hydra/config.yaml", "a.txt", "z.txt"}
     run.finish()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_checkpoint_of_torch_distributed_is_logged_with_its_hidden_file(run: TrackedRun) -> None:
+    weights = {"weight": torch.arange(3.0)}
+    checkpoint.save(weights, checkpoint_id="sharded")
+    run.log_artifact("sharded")
+    run.finish()
+    store, folder = MemoryStore(), folder_of(run)
+    delivered(folder, store)
+    assert {"sharded/.metadata", "sharded/__0_0.distcp"} <= set(store.artifacts)
+    loaded = {"weight": torch.zeros(3)}
+    checkpoint.load(loaded, checkpoint_id=folder.artifacts / "sharded")
+    assert torch.equal(loaded["weight"], weights["weight"])
 
 
 def test_folder_of_the_runs_is_not_copied_into_itself(run: TrackedRun) -> None:

@@ -202,6 +202,12 @@ class RunFolder:
         return self.path / f"system-node_{node}.jsonl"
 
 
+def is_hidden_artifact(path: Path) -> bool:
+    """Return whether an artifact is not one yet: its name begins with a dot while it is written."""
+    # torch.distributed.checkpoint calls a file so, and reads no checkpoint without it.
+    return path.name.startswith(".") and path.name != ".metadata"
+
+
 def write_atomically(path: Path, text: str, private: bool = False) -> None:
     """Replace `path` by `text` in one step: readers see the old file or the new one.
 

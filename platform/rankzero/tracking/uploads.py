@@ -13,7 +13,7 @@ from rankzero import scalars
 from rankzero.events import CheckpointDeleted, CheckpointSaved, PicturesTaken
 from rankzero.permanent_errors import NeverAccepted, lacks_resources, refusal
 from rankzero.run_store.delivery_state import DeliveryState, Task, Upload
-from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.folder import RunFolder, is_hidden_artifact
 from rankzero.tracking.open_run import Target
 from rankzero.tracking.translate import linked
 
@@ -49,8 +49,7 @@ def _upload_artifacts(
     """Upload the files below `artifacts` and `failures` that are new or changed since."""
     for base, top in ((folder.artifacts, folder.artifacts), (folder.failures, folder.path)):
         for path in sorted(base.rglob("*")):
-            # A name with a dot is a file that is still being written.
-            if not path.is_file() or path.name.startswith("."):
+            if not path.is_file() or is_hidden_artifact(path):
                 continue
             # A hash would read every file again at each of a run's ends.
             name, stat = str(path.relative_to(folder.path)), path.stat()

@@ -15,7 +15,7 @@ from typing import Any
 from rankzero.config import yaml_text
 from rankzero.events import ArtifactLogged, PicturesTaken
 from rankzero.run_store import picture_files
-from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.folder import RunFolder, is_hidden_artifact
 
 # RankZero's own folders among a run's artifacts.
 _RESERVED = ("provenance", "failures")
@@ -64,7 +64,12 @@ def write(folder: RunFolder, name: str, save: Callable[[Path], object]) -> Artif
     """
     name.encode()  # A server gets no other names, and would be asked for ever.
     parts = PurePosixPath(name).parts
-    if not parts or parts[0] in ("/", *_RESERVED) or ".." in parts or parts[-1][0] == ".":
+    if (
+        not parts
+        or parts[0] in ("/", *_RESERVED)
+        or ".." in parts
+        or is_hidden_artifact(Path(name))
+    ):
         raise ValueError(
             f"{name!r} cannot be the name of an artifact: it must be relative, without '..', must "
             f"not begin with a dot, and {' and '.join(_RESERVED)} are RankZero's own"
@@ -73,7 +78,7 @@ def write(folder: RunFolder, name: str, save: Callable[[Path], object]) -> Artif
     target.parent.mkdir(parents=True, exist_ok=True)
     if not target.parent.resolve().is_relative_to(folder.artifacts.resolve()):
         raise ValueError(f"{name!r} leads out of the run's folder")
-    # The courier ignores names with a dot. The end of the name decides a figure's format.
+    # The end of the name decides a figure's format.
     temporary = target.with_name(f".{os.getpid()}-{threading.get_native_id()}-{target.name}")
     try:
         save(temporary)
