@@ -16,11 +16,12 @@ from mlflow import MlflowClient
 from torch.distributed import checkpoint
 
 import rankzero
-from rankzero.events import ArtifactLogged
+from rankzero.events import ArtifactLogged, Noticed
 from rankzero.integrations.own_loop import logged_files
 from rankzero.integrations.own_loop.tracked_run import TrackedRun
 from rankzero.run_store import delivery_state
 from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.journal import read_all
 from rankzero.tracking import sync
 from support.memory_store import MemoryStore, delivered
 
@@ -74,6 +75,23 @@ def test_everything_is_delivered_as_it_was_before_the_run_ends(run: TrackedRun) 
     assert texts["notes/hello.txt"] == "hello" and texts["values.yaml"] == "a:\n  b: 1\n"
     assert "<svg" in texts["figures/curve.svg"] and "PNG" in texts["black.png"]
     assert [(key, step) for key, step, _ in store.pictures] == [("val/sample", 5)]
+    run.finish()
+
+
+def test_what_a_folder_contains_is_copied_without_the_runs_beside_it(run: TrackedRun) -> None:
+    Path("deep").mkdir()
+    for name in ("deep/b.txt", "c.txt"):
+        Path(name).write_text(name)
+    run.log_artifacts(".", "all")
+    run.log_artifacts("nowhere")
+    store = MemoryStore()
+    delivered(folder_of(run), store)
+    logged = {name for name in store.artifacts if not name.startswith("provenance")}
+    assert logged == {"all/c.txt", "all/deep/b.txt"}
+    (note,) = [
+        event.text for event in read_all(folder_of(run).events) if isinstance(event, Noticed)
+    ]
+    assert "nowhere is not logged" in note
     run.finish()
 
 

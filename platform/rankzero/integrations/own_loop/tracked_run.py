@@ -273,6 +273,17 @@ class TrackedRun:
             ),
         )
 
+    def log_artifacts(self, local_dir: str | Path, artifact_path: str | None = None) -> None:
+        """Copy what a folder contains to the run's artifacts, each as `log_artifact` does."""
+
+        def copy() -> None:
+            root = self._log.folder.path.parents[1]  # A program may lie next to its runs.
+            for path in Path(local_dir).absolute().iterdir():
+                if path != root:
+                    self.log_artifact(path, artifact_path)
+
+        self._guarded(f"{local_dir} is not logged", copy)
+
     def log_text(self, text: str, artifact_file: str) -> None:
         """Write a text as an artifact."""
         self._keep_file(artifact_file, lambda path: path.write_text(text, encoding="utf-8"))
