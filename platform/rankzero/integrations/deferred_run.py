@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
+from rankzero.integrations.own_loop.logged_files import text_name
 from rankzero.integrations.own_loop.track import track
 from rankzero.integrations.own_loop.tracked_run import TrackedRun
 
@@ -21,7 +23,14 @@ class DeferredRun:
         self._run: TrackedRun | None = None
         self._has_trained = False
         self.offset = 0
-        """Add it to the framework's steps."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs to continue the run as a new attempt."""
+        # One process writes a run: from now on, the process that is spawned with the copy.
+        if get_spawning_popen() is not None:
+            self.end()
+        options = self._options if self._run is None else {**self._options, "name": self._run.name}
+        return {**vars(self), "_options": options, "_run": None}
 
     def add_params(self, params: Mapping[str, Any]) -> None:
         """Add params, also to a run that has started."""
@@ -31,8 +40,13 @@ class DeferredRun:
 
     @property
     def name(self) -> str | None:
-        """The run's name; None before it starts, and on other ranks than 0."""
-        return None if self._run is None else self._run.name
+        """The run's name, which starts it if it has not started; None on other ranks than 0."""
+        return (self._run or self.begin()).name
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the run has started, be it that it has ended since."""
+        return self._run is not None
 
     def begin(self) -> TrackedRun:
         """Return the run, started if it has not started, and as a new attempt if it has ended."""
@@ -52,6 +66,24 @@ class DeferredRun:
         self.offset = run.step if self._has_trained and step == 0 else 0
         self._has_trained = True
         return run
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Log metrics at the framework's step. A text becomes an artifact in ``text/``."""
+        run, at = self.begin(), None if step is None else step + self.offset
+        texts = {name: value for name, value in values.items() if isinstance(value, str)}
+        for name, text in texts.items():
+            run.log_text(text, text_name(name, at))
+        run.log({name: value for name, value in values.items() if name not in texts}, at)
+
+    def evaluated(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Log validation metrics at the framework's step."""
+        self.begin().evaluated(metrics, step + self.offset)
+
+    def checkpoint(
+        self, state_dict: Mapping[str, Any], step: int, metrics: Mapping[str, Any]
+    ) -> None:
+        """Keep a checkpoint of the framework's step."""
+        self.begin().checkpoint(state_dict, step + self.offset, metrics)
 
     def end(self, error: BaseException | None = None) -> None:
         """End the run, or its newest attempt: FINISHED, or as `error` demands."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from rankzero.integrations.own_loop.attempt import guarded
+from rankzero.integrations.own_loop.logged_files import text_name
 from rankzero.integrations.own_loop.track import track
 from rankzero.integrations.own_loop.tracked_run import TrackedRun
 
@@ -115,8 +116,7 @@ class SummaryWriter:
 
     def add_text(self, tag: str, text_string: str, global_step: Any = None, *_: Any) -> None:
         """Write a text as the artifact ``text/tag/step_<step>.md``, or ``text/tag.md``."""
-        end = "" if global_step is None else f"/step_{global_step}"
-        self.run.log_text(str(text_string), f"text/{tag}{end}.md")
+        self.run.log_text(str(text_string), text_name(tag, global_step))
 
     def add_hparams(
         self,

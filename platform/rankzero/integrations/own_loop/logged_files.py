@@ -88,6 +88,11 @@ def write(folder: RunFolder, name: str, save: Callable[[Path], object]) -> Artif
     return ArtifactLogged(time.time(), str(target.relative_to(folder.path)))
 
 
+def text_name(tag: str, step: int | None) -> str:
+    """Return the name of the artifact that has a text, logged by its tag and step."""
+    return f"text/{tag}.md" if step is None else f"text/{tag}/step_{step}.md"
+
+
 def save_dict(values: Mapping[str, Any], path: Path) -> None:
     """Write the values as YAML if the file is called so, else as JSON."""
     # Twice through JSON: YAML gets plain values only.

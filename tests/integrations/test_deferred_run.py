@@ -1,0 +1,64 @@
+"""The run of the adapters: it starts with its first value, and copies of it continue it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from pathlib import Path
+
+import pytest
+
+from rankzero.events import RunEnded, StepsLogged
+from rankzero.integrations.deferred_run import DeferredRun
+from rankzero.run_store.journal import read_all
+
+
+@pytest.fixture(autouse=True)
+def in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "MLFLOW_TRACKING_URI", "RANKZERO_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def steps_and_ends(run: DeferredRun) -> tuple[list[int], list[str]]:
+    assert run.name is not None
+    events = list(read_all(Path("mlruns/runs", run.name, "events.jsonl")))
+    logged = [event.steps for event in events if isinstance(event, StepsLogged)]
+    ends = [event.status for event in events if isinstance(event, RunEnded)]
+    return [step for steps in logged for step in steps], ends
+
+
+def test_texts_are_artifacts_by_step() -> None:
+    run = DeferredRun("mine", offline=True)
+    run.log({"loss": 0.5, "phase": "warm-up"}, 3)
+    run.log({"note": "no step"})
+    run.end()
+    folder = Path("mlruns/runs", str(run.name), "artifacts/text")
+    assert (folder / "phase/step_3.md").read_text() == "warm-up"
+    assert (folder / "note.md").read_text() == "no step"
+    assert steps_and_ends(run) == ([3], ["FINISHED"])
+
+
+def test_copy_continues_the_run_as_a_new_attempt() -> None:
+    run = DeferredRun("mine", offline=True)
+    run.log({"loss": 1.0}, 1)
+    copy = pickle.loads(pickle.dumps(run))
+    copy.log({"loss": 0.5}, 2)
+    copy.end()
+    assert copy.name == run.name and steps_and_ends(run) == ([1, 2], ["FINISHED"] * 2)
+
+
+def train(run: DeferredRun) -> None:
+    run.log({"loss": 0.5}, 2)
+
+
+def test_spawned_process_continues_the_run_and_its_parent_goes_on_after_it() -> None:
+    run = DeferredRun("mine", offline=True)
+    run.log({"loss": 1.0}, 1)
+    process = multiprocessing.get_context("spawn").Process(target=train, args=(run,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    run.log({"loss": 0.25}, 3)
+    run.end()
+    assert steps_and_ends(run) == ([1, 2, 3], ["FINISHED"] * 3)
