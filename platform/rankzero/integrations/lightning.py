@@ -10,6 +10,7 @@ checkpoints, and how the training ended.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from rankzero.integrations.own_loop.tracked_run import TrackedRun
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.loggers.logger import rank_zero_experiment
     from lightning.pytorch.utilities import rank_zero_only
 except ImportError as error:
     raise ImportError("Lightning is missing: pip install rankzero[lightning]") from error
@@ -30,11 +32,14 @@ REPLICATED = ("SingleDeviceStrategy", "DDPStrategy")
 
 
 class RankZeroLogger(Logger):
-    """Sends the metrics of a `LightningModule` to MLflow. `options`: those of `rankzero.track`."""
+    """Sends the metrics of a `LightningModule` to MLflow. `options`: those of `rankzero.track`.
 
-    def __init__(self, experiment: str = "lightning", **options: Any) -> None:
+    `prefix`: what the names of all metrics begin with, as ``prefix-name``.
+    """
+
+    def __init__(self, experiment: str = "lightning", *, prefix: str = "", **options: Any) -> None:
         super().__init__()
-        self._experiment = experiment
+        self._experiment, self._prefix = experiment, f"{prefix}-" if prefix else ""
         self.deferred_run = DeferredRun(experiment, **options)
         """Shared with `RankZeroCallback`."""
 
@@ -43,6 +48,7 @@ class RankZeroLogger(Logger):
         return self._experiment
 
     @property
+    @rank_zero_experiment
     def experiment(self) -> TrackedRun:
         """The run, for everything else that it can log. Starts it."""
         return self.deferred_run.begin()
@@ -52,22 +58,27 @@ class RankZeroLogger(Logger):
         return self.deferred_run.name
 
     @rank_zero_only
-    def log_hyperparams(self, params: object, *_: Any, **__: Any) -> None:
+    def log_hyperparams(
+        self, params: object = None, metrics: Mapping[str, Any] | None = None, **_: Any
+    ) -> None:
         """Add params, at any time: a mapping, a namespace, a dataclass, or None."""
         self.deferred_run.add_params(params_of(params))
+        if metrics:
+            self.log_metrics(metrics)
 
     @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log metrics at a step."""
-        values = {name: value for name, value in metrics.items() if name != "epoch"}
-        run = self.deferred_run.begin()
-        run.log(values, None if step is None else step + self.deferred_run.offset)
+        values = {f"{self._prefix}{name}": metrics[name] for name in metrics if name != "epoch"}
+        self.deferred_run.log(values, step)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """End the run with Lightning's status, unless the callback has ended it before."""
-        known = {"success": None, "interrupted": KeyboardInterrupt()}
-        self.deferred_run.end(known.get(status, RuntimeError(status)))
+        # Slurm's requeue reports "finished". A failure is reported while its exception is handled.
+        is_success = status in ("success", "finished")
+        error = None if is_success else sys.exception() or RuntimeError(f"the training {status}")
+        self.deferred_run.end(error)
 
 
 class RankZeroCallback(Callback):
@@ -87,7 +98,7 @@ class RankZeroCallback(Callback):
         """Keep the step's loss on its device."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if trainer.is_global_zero and loss is not None:
-            self._run.begin().log({"train/loss": loss}, self._step(trainer))
+            self._run.log({"train/loss": loss}, trainer.global_step)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the validation metrics in their group, and keep a checkpoint."""
@@ -102,15 +113,12 @@ class RankZeroCallback(Callback):
         }
         if self._checkpoints and type(trainer.strategy).__name__ in REPLICATED:
             state = {"model": pl_module.state_dict()}
-            self._run.begin().checkpoint(state, self._step(trainer), metrics)
+            self._run.checkpoint(state, trainer.global_step, metrics)
         else:
-            self._run.begin().evaluated(metrics, self._step(trainer))
+            self._run.evaluated(metrics, trainer.global_step)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """End the run as FAILED, or KILLED by Ctrl-C."""
         self._run.end(exception)
-
-    def _step(self, trainer: Trainer) -> int:
-        return int(trainer.global_step) + self._run.offset
