@@ -117,3 +117,48 @@ def test_lightnings_checkpoints_lie_below_the_runs_name_and_a_validation_continu
         and len(recorded.ends(only_run())) == 2
     )
     assert "val/loss" in recorded.read(only_run()).rows[2]
+
+
+def test_accelerates_project_name_is_the_experiment() -> None:
+    needs("accelerate")
+    from accelerate import Accelerator, tracking
+
+    from rankzero.integrations.accelerate import RankZeroTracker
+
+    if not hasattr(tracking, "register_tracker_class"):
+        pytest.skip("Accelerate before 1.15 registers no trackers")
+    accelerator = Accelerator(log_with="rankzero", cpu=True)
+    config = {"lr": 0.1}
+    accelerator.init_trackers("my-project", config, {"rankzero": {"name": "r1"}})
+    accelerator.end_training()
+    assert isinstance(accelerator.get_tracker("rankzero"), RankZeroTracker)
+    assert json.loads(Path("mlruns/runs/r1/run.json").read_text())["experiment"] == "my-project"
+    assert recorded.read(Path("mlruns/runs/r1")).params == config == {"lr": 0.1}
+
+
+def test_accelerates_values_without_a_step_count_on_and_texts_are_artifacts() -> None:
+    needs("accelerate")
+    from accelerate import Accelerator
+
+    from rankzero.integrations.accelerate import RankZeroTracker
+
+    accelerator = Accelerator(log_with=RankZeroTracker("mine"), cpu=True)
+    accelerator.init_trackers("mine")
+    accelerator.log({"loss": 0.4, "text": "first"})
+    accelerator.log({"loss": 0.3})
+    accelerator.log({"loss": 0.2, "text": "third"}, step=3)
+    accelerator.end_training()
+    rows = recorded.read(only_run()).rows
+    assert rows == {0: {"loss": 0.4}, 1: {"loss": 0.3}, 3: {"loss": 0.2, "text": "third"}}
+    assert (only_run() / "artifacts/text/text.md").read_text() == "first"
+
+
+def test_accelerates_tracker_has_the_methods_of_its_run_and_no_others() -> None:
+    needs("accelerate")
+    from rankzero.integrations.accelerate import RankZeroTracker
+
+    tracker = RankZeroTracker("mine")
+    assert not hasattr(tracker, "log_everything") and not Path("mlruns").exists()
+    tracker.log_dict({"a": 1}, "a.json")
+    tracker.finish()
+    assert (only_run() / "artifacts/a.json").exists()

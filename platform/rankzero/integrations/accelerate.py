@@ -1,4 +1,11 @@
-"""A tracker for Accelerate: ``Accelerator(log_with=RankZeroTracker("my-experiment"))``."""
+"""A tracker for Accelerate. Its import registers the name ``rankzero``.
+
+    accelerator = Accelerator(log_with="rankzero")
+    accelerator.init_trackers("my-experiment", config, {"rankzero": {"goal": Goal("val/loss")}})
+
+Or ``Accelerator(log_with=RankZeroTracker("my-experiment"))``. Accelerate gives the name of
+`init_trackers` only to a tracker that it creates itself.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +16,38 @@ from rankzero.integrations.deferred_run import DeferredRun
 from rankzero.integrations.own_loop.tracked_run import TrackedRun
 
 try:
+    from accelerate import tracking
     from accelerate.tracking import GeneralTracker
 except ImportError as error:
     raise ImportError("Accelerate is missing: pip install rankzero[accelerate]") from error
 
 
 class RankZeroTracker(GeneralTracker):
-    """Sends the metrics of `Accelerator.log` to MLflow. `options`: those of `rankzero.track`."""
+    """Sends the metrics of `Accelerator.log` to MLflow. `options`: those of `rankzero.track`.
+
+    It has the methods of the run too: `log_figure`, `log_artifact`, `checkpoint` …
+    """
 
     name = "rankzero"
     requires_logging_directory = False
     # Accelerate then calls the tracker on the main process alone.
     main_process_only = True
 
-    def __init__(self, experiment: str = "accelerate", **options: Any) -> None:
+    def __init__(self, experiment: str, **options: Any) -> None:
         self._run = DeferredRun(experiment, **options)
         self._is_new = True
         super().__init__()
 
     @property
     def tracker(self) -> TrackedRun:
-        """The run, for `checkpoint` and `evaluated`. Starts it."""
+        """The run. Starts it."""
         return self._run.begin()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a method of the run, which starts it."""
+        if name.startswith("_") or not hasattr(TrackedRun, name):
+            raise AttributeError(f"neither RankZeroTracker nor its run has {name!r}")
+        return getattr(self._run.begin(), name)
 
     def start(self) -> None:
         """Note that a training begins. `init_trackers` calls it, also a second time."""
@@ -42,14 +59,17 @@ class RankZeroTracker(GeneralTracker):
         self._run.begin()
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
-        """Log metrics. Tensors stay on their device until the run reads them."""
-        run = self._run.begin()
+        """Log metrics and texts. Tensors stay on their device until the run reads them."""
         if step is not None and self._is_new:
             # Accelerate does not tell whether the steps of a second training go on.
-            self._run.begin_training(0 if step <= run.step else step)
+            self._run.begin_training(0 if step <= self._run.begin().step else step)
             self._is_new = False
-        run.log(values, None if step is None else step + self._run.offset)
+        self._run.log(values, step)
 
     def finish(self) -> None:
         """End the run. `Accelerator.end_training` calls it."""
         self._run.end()
+
+
+if hasattr(tracking, "register_tracker_class"):  # Accelerate 1.15
+    tracking.register_tracker_class(RankZeroTracker)
