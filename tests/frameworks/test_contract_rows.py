@@ -162,3 +162,71 @@ def test_accelerates_tracker_has_the_methods_of_its_run_and_no_others() -> None:
     tracker.log_dict({"a": 1}, "a.json")
     tracker.finish()
     assert (only_run() / "artifacts/a.json").exists()
+
+
+def test_ignites_trainer_may_output_a_sequence_or_nothing() -> None:
+    needs("ignite")
+    import torch
+    from ignite.engine import Engine
+
+    from rankzero.integrations.ignite import RankZeroHandler
+
+    outputs = [(0.5, torch.tensor(0.25), torch.zeros(2)), None, {"loss": 0.5, "y": torch.ones(3)}]
+    trainer = Engine(lambda engine, batch: outputs[batch])
+    RankZeroHandler().attach(trainer)
+    trainer.run(range(3))
+    rows = recorded.read(only_run()).rows
+    assert rows == {1: {"train/output/0": 0.5, "train/output/1": 0.25}, 3: {"train/loss": 0.5}}
+    assert [note.split()[0] for note in notes(only_run())] == ["train/output/2", "train/y"]
+
+
+def test_ignites_handler_is_a_logger_that_ends_with_its_block() -> None:
+    needs("ignite")
+    import torch
+    from ignite.engine import Engine, Events
+    from ignite.handlers import global_step_from_engine
+    from ignite.metrics import Average
+
+    from rankzero.integrations.ignite import RankZeroHandler
+
+    trainer, evaluator = (Engine(lambda engine, batch: float(batch)) for _ in range(2))
+    Average().attach(evaluator, "mean")
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda _: evaluator.run([3.0]))
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+    with RankZeroHandler() as logger:
+        every = Events.ITERATION_COMPLETED(every=2)
+        logger.attach_output_handler(
+            trainer, every, tag="train", output_transform=lambda loss: {"loss": loss}
+        )
+        logger.attach_opt_params_handler(trainer, Events.EPOCH_STARTED, optimizer)
+        logger.attach_output_handler(
+            evaluator,
+            Events.COMPLETED,
+            tag="val",
+            metric_names="all",
+            global_step_transform=global_step_from_engine(trainer),
+        )
+        trainer.run(range(4), max_epochs=2)
+    rows = recorded.read(only_run()).rows
+    logged = {
+        (step, name): value
+        for step, row in rows.items()
+        for name, value in row.items()
+        if name != "train/loss"
+    }
+    assert logged == {(n, name): v for n in (1, 2) for name, v in VALUES.items()}
+    assert [step for step, row in rows.items() if "train/loss" in row] == [2, 4, 6, 8]
+    assert recorded.ends(only_run()) == [("FINISHED", "finished")]
+
+
+VALUES = {"lr/group_0": 0.5, "val/mean": 3.0}
+
+
+def test_ignites_block_that_raises_fails_the_run() -> None:
+    needs("ignite")
+    from rankzero.integrations.ignite import RankZeroHandler
+
+    with pytest.raises(ValueError, match="broken on purpose"), RankZeroHandler() as logger:
+        logger.log({"loss": 1.0}, 1)
+        raise ValueError("broken on purpose")
+    assert recorded.ends(only_run()) == [("FAILED", "ValueError: broken on purpose")]
