@@ -230,3 +230,22 @@ def test_ignites_block_that_raises_fails_the_run() -> None:
         logger.log({"loss": 1.0}, 1)
         raise ValueError("broken on purpose")
     assert recorded.ends(only_run()) == [("FAILED", "ValueError: broken on purpose")]
+
+
+def test_transformers_evaluation_without_a_training_has_its_arguments() -> None:
+    needs("transformers")
+    import torch
+    from transformers import Trainer, TrainingArguments
+
+    from rankzero.integrations.transformers import RankZeroCallback
+
+    class Model(torch.nn.Linear):
+        def forward(self, x: Any, labels: Any) -> dict[str, torch.Tensor]:
+            return {"loss": (super().forward(x) - labels).pow(2).mean()}
+
+    data: Any = [{"x": torch.ones(2), "labels": torch.ones(1)}] * 4
+    arguments = TrainingArguments("out", report_to="none", use_cpu=True, seed=7)
+    trainer = Trainer(Model(2, 1), arguments, eval_dataset=data, callbacks=[RankZeroCallback()])
+    trainer.evaluate()
+    params, rows = recorded.read(only_run())
+    assert params["seed"] == 7 and "val/loss" in rows[0]

@@ -22,7 +22,7 @@ class DeferredRun:
         self._params: dict[str, Any] = {}
         self._run: TrackedRun | None = None
         self._has_trained = False
-        self.offset = 0
+        self._offset = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs to continue the run as a new attempt."""
@@ -63,13 +63,13 @@ class DeferredRun:
         """
         self.end_unreported()
         run = self.begin()
-        self.offset = run.step if self._has_trained and step == 0 else 0
+        self._offset = run.step if self._has_trained and step == 0 else 0
         self._has_trained = True
         return run
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Log metrics at the framework's step. A text becomes an artifact in ``text/``."""
-        run, at = self.begin(), None if step is None else step + self.offset
+        run, at = self.begin(), None if step is None else step + self._offset
         texts = {name: value for name, value in values.items() if isinstance(value, str)}
         for name, text in texts.items():
             run.log_text(text, text_name(name, at))
@@ -77,13 +77,13 @@ class DeferredRun:
 
     def evaluated(self, metrics: Mapping[str, Any], step: int) -> None:
         """Log validation metrics at the framework's step."""
-        self.begin().evaluated(metrics, step + self.offset)
+        self.begin().evaluated(metrics, step + self._offset)
 
     def checkpoint(
         self, state_dict: Mapping[str, Any], step: int, metrics: Mapping[str, Any]
     ) -> None:
         """Keep a checkpoint of the framework's step."""
-        self.begin().checkpoint(state_dict, step + self.offset, metrics)
+        self.begin().checkpoint(state_dict, step + self._offset, metrics)
 
     def end(self, error: BaseException | None = None) -> None:
         """End the run, or its newest attempt: FINISHED, or as `error` demands."""

@@ -26,9 +26,7 @@ class RankZeroCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Start the run, with the training's arguments as params."""
-        self._run.add_params(
-            {name: value for name, value in args.to_sanitized_dict().items() if value is not None}
-        )
+        self._run.add_params(_params(args))
         # Transformers reports no exception. One that the user catches would look like success.
         self._run.begin_training(state.global_step).unless_ended = RuntimeError(
             "Trainer.train() did not reach its end, and the script caught the exception"
@@ -49,7 +47,7 @@ class RankZeroCallback(TrainerCallback):
             if not name.startswith("eval_")
         }
         if found:
-            self._run.begin().log(found, state.global_step + self._run.offset)
+            self._begun(args).log(found, state.global_step)
 
     def on_evaluate(
         self,
@@ -61,7 +59,7 @@ class RankZeroCallback(TrainerCallback):
     ) -> None:
         """Log ``eval_loss`` as ``val/loss``, and ``test_loss`` of a prediction as ``test/loss``."""
         found = {_grouped(name): value for name, value in (metrics or {}).items()}
-        self._run.begin().evaluated(found, state.global_step + self._run.offset)
+        self._begun(args).evaluated(found, state.global_step)
 
     on_predict = on_evaluate
 
@@ -70,6 +68,16 @@ class RankZeroCallback(TrainerCallback):
     ) -> None:
         """End the run."""
         self._run.end()
+
+    def _begun(self, args: TrainingArguments) -> DeferredRun:
+        """Return the run. One that an evaluation starts has the arguments as params, too."""
+        if not self._run.has_begun:
+            self._run.add_params(_params(args))
+        return self._run
+
+
+def _params(args: TrainingArguments) -> dict[str, Any]:
+    return {name: value for name, value in args.to_sanitized_dict().items() if value is not None}
 
 
 def _grouped(name: str) -> str:
