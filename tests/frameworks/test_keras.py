@@ -106,6 +106,30 @@ except ValueError as error:
     assert tracked(tmp_path).status == "FINISHED"
 
 
+def test_fit_in_the_scope_of_a_strategy_keeps_its_checkpoints(tmp_path: Path) -> None:
+    code, output = run(
+        script(
+            tmp_path,
+            """
+import tensorflow as tf
+
+cpu = tf.config.list_physical_devices("CPU")[0]
+devices = [tf.config.LogicalDeviceConfiguration()] * 2
+tf.config.set_logical_device_configuration(cpu, devices)
+with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)])
+    model.compile("adam", "mse")
+    data = np.ones((16, 4)), np.ones((16, 2))
+    tracker = example.RankZeroCallback("scope")
+    model.fit(*data, batch_size=4, validation_data=data, callbacks=[tracker], verbose=0)
+""",
+        ),
+        tmp_path,
+    )
+    assert code == 0, output
+    assert tracked(tmp_path).status == "FINISHED" and len(checkpoints(tmp_path)) == 1
+
+
 def test_exception_in_the_training_fails_the_run(tmp_path: Path) -> None:
     code, output = run(script(tmp_path, "example.main(3, Broken())"), tmp_path)
     assert code != 0 and "broken on purpose" in output

@@ -145,7 +145,8 @@ def _weights(model: keras.Model) -> dict[str, dict[str, Any]]:
     # The index in the name keeps two variables with the same path apart.
     return {
         group: {
-            f"{index:04d}.{variable.path}": keras.ops.convert_to_numpy(variable.value)
+            # The `value` of a scalar is none to NumPy within the scope of a strategy.
+            f"{index:04d}.{variable.path}": keras.ops.convert_to_numpy(variable)
             for index, variable in enumerate(variables)
         }
         for group, variables in _variables(model).items()
