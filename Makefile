@@ -4,7 +4,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed-$(shell cksum < requirements.lock | cut -d' ' -f1)
 
 .PHONY: setup demo test test-slow test-integrations docs torture soak fuzz check lint audit format bench lock tables clean
-.PHONY: test-with-integrations test-with-keras test-with-deepspeed test-with-ray
+.PHONY: test-with-integrations test-with-keras test-with-deepspeed test-with-ray test-contracts
+.PHONY: environment-integrations environment-keras environment-deepspeed environment-ray
 
 setup: $(STAMP)
 
@@ -42,12 +43,19 @@ EXTRAS_ray := ray
 
 test-integrations: $(FRAMEWORKS:%=test-with-%)
 
-$(FRAMEWORKS:%=test-with-%): test-with-%: setup
+$(FRAMEWORKS:%=environment-%): environment-%: setup
 	grep -E '^[a-z].*==' requirements.lock | sed 's/ \\$$//' > .venv/constraints-$*.txt
 	$(BIN)/uv --quiet venv --clear --python $(BIN)/python .venv-$*
 	$(BIN)/uv --quiet pip install --compile-bytecode --python .venv-$*/bin/python --constraint .venv/constraints-$*.txt \
-	    --editable ".[$(EXTRAS_$*)]" hypothesis pytest pytest-randomly pytest-timeout
+	    --editable ".[$(EXTRAS_$*)]" hypothesis ipython omegaconf pytest pytest-randomly pytest-timeout
+
+$(FRAMEWORKS:%=test-with-%): test-with-%: environment-%
 	.venv-$*/bin/python -m pytest tests/frameworks
+
+# The frameworks' own tests with our adapters in them. It fetches what no wheel contains: sdists, and clones of two repositories.
+# ARGS="ignite --suite lightning=CLONE": some of them, and a clone that is here already.
+test-contracts: environment-integrations environment-keras
+	PYTHONPATH=tests $(BIN)/python -m frameworks.contracts $(ARGS)
 
 # The documentation's site, into site/.
 docs: setup
@@ -110,4 +118,4 @@ lock:
 	    --custom-compile-command "make lock" pyproject.toml --output-file requirements.lock
 
 clean:
-	rm -rf .venv .venv-* .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-* .suites .pytest_cache .mypy_cache .ruff_cache

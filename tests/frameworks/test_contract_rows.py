@@ -249,3 +249,16 @@ def test_transformers_evaluation_without_a_training_has_its_arguments() -> None:
     trainer.evaluate()
     params, rows = recorded.read(only_run())
     assert params["seed"] == 7 and "val/loss" in rows[0]
+
+
+def test_suite_that_cannot_be_had_is_a_failure_with_its_reason(tmp_path: Path) -> None:
+    code, output = run(
+        "-m",
+        tmp_path,
+        "frameworks.contracts",
+        "ignite",
+        "--suite",
+        "ignite=nowhere",
+        PYTHONPATH=str(TESTS),
+    )
+    assert code == 1 and "nowhere" in output, output
