@@ -157,9 +157,10 @@ def start_server() -> None:
     A scheduler may signal every process of a job. That must not end the server, nor a worker that
     has no signal handlers yet.
     """
-    resource_tracker.ensure_running()  # it unblocks signals while it starts
-    with held_back():
-        forkserver.ensure_running()
+    for start in (resource_tracker.ensure_running, forkserver.ensure_running):
+        # For each: the first unblocks signals here once it has started.
+        with held_back():
+            start()
     # After multiprocessing has waited for this process's children, which the server reports.
     util.Finalize(None, _end_server, exitpriority=-1)
 
