@@ -250,11 +250,9 @@ def identity_for(arguments: argparse.Namespace, name: str) -> Identity:
 
     Creates the tables of its store, but not offline.
     """
-    path, _ = experiment_file.split(arguments.experiment)
     uri = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
     root = uris.artifact_root(uri)
-    in_environment = os.environ.get("MLFLOW_EXPERIMENT_NAME")
-    experiment = arguments.experiment_name or in_environment or path.stem
+    experiment = experiment_name(arguments)
     if not arguments.offline:
         uris.prepare_store(uri)
         drivers.require_place(uri, root, experiment)
@@ -267,6 +265,12 @@ def identity_for(arguments: argparse.Namespace, name: str) -> Identity:
         experiment_file=absolute(arguments.experiment),
         project_dir=str(Path.cwd()),
     )
+
+
+def experiment_name(arguments: argparse.Namespace) -> str:
+    """Return the name of the MLflow experiment of a new run."""
+    path, _ = experiment_file.split(arguments.experiment)
+    return str(arguments.experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or path.stem)
 
 
 def store_of_absent_run(arguments: argparse.Namespace) -> str:

@@ -36,6 +36,10 @@ class TrackingError(UserError):
     """A problem of the tracking store that a person must solve; the message says how."""
 
 
+class NoSuchRun(TrackingError):
+    """The store has no run of this name or id."""
+
+
 class RunGone(TrackingError):
     """Somebody deleted the run in MLflow, so it accepts nothing any more."""
 

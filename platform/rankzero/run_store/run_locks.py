@@ -29,7 +29,7 @@ from rankzero.run_store.lock_files import open_lock, try_lock
 # A recorder that gets no processor time must not hold up the start of a training for longer.
 _EXCLUSIVE_SECONDS = 0.2
 # Without a heartbeat of a writer on another machine.
-_ABANDONED_SECONDS = 600.0
+ABANDONED_SECONDS = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ def writer_lives(folder: RunFolder) -> bool:
         return False
     if is_local(found):
         return is_alive(found)
-    return time.time() - last_heartbeat(folder) < _ABANDONED_SECONDS
+    return time.time() - last_heartbeat(folder) < ABANDONED_SECONDS
 
 
 def is_local(claim: Claim) -> bool:

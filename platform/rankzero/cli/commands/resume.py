@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
+import time
 from pathlib import Path
 
 from rankzero import config, experiment_file
@@ -19,7 +21,7 @@ from rankzero.mlflow_store import uris
 from rankzero.reporting import run_facts
 from rankzero.reporting.reproduce import longer
 from rankzero.reporting.run_facts import Facts
-from rankzero.run_store import checkpoint_files
+from rankzero.run_store import checkpoint_files, run_locks
 from rankzero.run_store.attempt import is_written, sole_launcher
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
@@ -39,9 +41,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_delivery(parser)
 
 
+class NothingLeft(UserError):
+    """The run has finished."""
+
+
 def run(arguments: argparse.Namespace) -> int:
     agent.warm_up()
-    folder, machines = _folder(arguments), options.machines_of(arguments)
+    return continue_run(_folder(arguments), arguments, options.machines_of(arguments))
+
+
+def begun(arguments: argparse.Namespace, machines: Machines) -> RunFolder | None:
+    """Return the folder of the run called ``--name``, here or on a server, or None without one.
+
+    Raises UserError without a name, and if the server cannot be asked.
+    """
+    if arguments.run_name is None:
+        raise UserError("--resume-if-there needs the name of the run: add --name NAME")
+    found = lookup.find(arguments.dir / "runs", arguments.run_name) or _of_server(arguments)
+    # Another machine creates the folder when both start.
+    is_new = found and not (found.events.exists() or lookup.mlflow_id(found))
+    if found is None or (is_new and not machines.alone):
+        return None
+    _await_other_machine(found)
+    return _moved(found, arguments.experiment)
+
+
+def continue_run(
+    folder: RunFolder,
+    arguments: argparse.Namespace,
+    machines: Machines,
+    given: Experiment | None = None,
+) -> int:
+    """Launch the next attempt of a run; return the exit code. Raises NothingLeft.
+
+    `given`: the experiment, if the command may also start the run. A run without a checkpoint then
+    begins again.
+    """
     name, offline = folder.path.name, arguments.offline
     with sole_launcher(folder, machines.most):
         if is_written(folder):
@@ -51,8 +86,12 @@ def run(arguments: argparse.Namespace) -> int:
             changes = config.parse_assignments(arguments.settings)
             experiment = with_changes(class_of(folder, arguments.dir)(), changes)
         else:
-            experiment = _experiment(folder, arguments)
-            _set_processes(_require_checkpoint(folder, offline), arguments, machines)
+            # One that was killed as it started has not written its settings.
+            is_early = not (folder.config.exists() or folder.events.exists())
+            experiment = given if given and is_early else _experiment(folder, arguments)
+            checkpoint = _newest_checkpoint(folder, offline, required=given is None)
+            if checkpoint is not None:
+                _set_processes(checkpoint, arguments, machines)
         topology = launch_run.topology_of(arguments, experiment.train, machines)
         if not joins:
             if not offline:
@@ -62,7 +101,13 @@ def run(arguments: argparse.Namespace) -> int:
                 sync.close_if_dead(folder, RECORDER_SECONDS)
             write_config(folder, experiment)
         plan = launch_run.LaunchPlan(
-            folder, experiment, topology, arguments.dir, resumes=True, offline=offline
+            folder,
+            experiment,
+            topology,
+            arguments.dir,
+            tags=options.tags_of(arguments) if given else {},
+            resumes=given is None or checkpoint is not None,
+            offline=offline,
         )
         return launch_run.run(plan)
 
@@ -82,10 +127,41 @@ def _folder(arguments: argparse.Namespace) -> RunFolder:
         uri = options.store_of_absent_run(arguments)
         print(f"{arguments.run_name} is not on this disk: looking in {uri}")
         found = download.run_folder(runs, uri, arguments.run_name)
-    if arguments.experiment:
-        file = options.absolute(arguments.experiment)
-        found.write_identity(dataclasses.replace(found.identity, experiment_file=file))
-    return found
+    return _moved(found, arguments.experiment)
+
+
+def _moved(folder: RunFolder, experiment: str | None) -> RunFolder:
+    """Let the run's folder name the file that the experiment is in now."""
+    identity = folder.identity
+    if experiment and (file := options.absolute(experiment)) != identity.experiment_file:
+        folder.write_identity(dataclasses.replace(identity, experiment_file=file))
+    return folder
+
+
+def _of_server(arguments: argparse.Namespace) -> RunFolder | None:
+    """Return the folder of a run that a server has and this disk has not, or None."""
+    uri = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
+    if arguments.offline or uri == uris.default_tracking_uri(arguments.dir):
+        return None
+    from rankzero.mlflow_store.client import MlflowRuns
+    from rankzero.tracking import download
+
+    try:
+        run = MlflowRuns(uri).find_run(arguments.run_name, options.experiment_name(arguments))
+    except uris.NoSuchRun:
+        return None
+    print(f"{arguments.run_name} is not on this disk, and continues from {uri}")
+    return download.run_folder(arguments.dir / "runs", uri, run.run_id)
+
+
+def _await_other_machine(folder: RunFolder) -> None:
+    """Wait while another machine may write the run, for as long as one counts as alive."""
+    last, until = run_locks.latest(folder, 0), time.monotonic() + run_locks.ABANDONED_SECONDS
+    if last is None or run_locks.is_local(last) or not is_written(folder):
+        return
+    print(f"waiting for the last attempt, on {last.host}: it has not written its end", flush=True)
+    while is_written(folder) and time.monotonic() < until:
+        time.sleep(1.0)
 
 
 def class_of(folder: RunFolder, store_folder: Path) -> type[Experiment]:
@@ -123,7 +199,7 @@ def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
         # A damaged last checkpoint leaves the steps since the one before it.
         _, damaged = checkpoint_files.newest_intact(folder.checkpoints)
         if is_over and not damaged:
-            raise UserError(
+            raise NothingLeft(
                 f"{folder.path.name} has finished with step {facts.steps:,} ({ended.reason}), "
                 "so nothing is left to train: pass a later end, such as "
                 f"{longer(config.rendered(saved))}"
@@ -168,8 +244,11 @@ def _set_processes(
     arguments.nproc = processes
 
 
-def _require_checkpoint(folder: RunFolder, offline: bool) -> Path:
-    """Return the newest intact checkpoint, from MLflow if there is none here. Raises UserError."""
+def _newest_checkpoint(folder: RunFolder, offline: bool, *, required: bool) -> Path | None:
+    """Return the newest intact checkpoint, from MLflow if there is none here.
+
+    Without one, raises UserError if it is `required`.
+    """
     path, problems = checkpoint_files.newest_intact(folder.checkpoints)
     for problem in problems:
         print(f"note: {problem}")
@@ -181,7 +260,9 @@ def _require_checkpoint(folder: RunFolder, offline: bool) -> Path:
         for problem in more:
             print(f"note: {problem}")
         problems = [*more, *problems]
-    if path is None:
+    if path is None and not required:
+        print(f"note: {folder.path.name} has no checkpoint: it begins again")
+    elif path is None:
         found = "".join(f"\n  {problem}" for problem in problems) or " start a new run"
         name = folder.path.name
         raise UserError(f"{name} has no checkpoint to continue from, here or in MLflow:{found}")

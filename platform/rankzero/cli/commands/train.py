@@ -8,7 +8,8 @@ from pathlib import Path
 from rankzero import config, experiment_file
 from rankzero.catalog import lookup
 from rankzero.cli import launch_run, options
-from rankzero.errors import UserError
+from rankzero.cli.commands import resume
+from rankzero.errors import FINISHED, UserError
 from rankzero.experiment import Experiment
 from rankzero.launch import agent
 from rankzero.launch.request import make_folder, with_changes, with_secrets, write_config
@@ -21,6 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_processes(parser)
     options.add_machines(parser)
     options.add_new_run(parser)
+    there = "continue the run of this --name from its newest checkpoint, if it has begun"
+    parser.add_argument("--resume-if-there", action="store_true", help=there)
     # For rankzero.train, which draws the progress itself in a notebook.
     parser.add_argument("--no-progress", action="store_true", help=argparse.SUPPRESS)
 
@@ -28,13 +31,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     experiment = experiment_of(arguments)
     machines = options.machines_of(arguments)
+    known = resume.begun(arguments, machines) if arguments.resume_if_there else None
+    if known is not None:
+        try:
+            return resume.continue_run(known, arguments, machines, experiment)
+        except resume.NothingLeft as error:
+            print(f"note: {error}")
+            return FINISHED
     topology = launch_run.topology_of(arguments, experiment.train, machines)
     identity = options.identity_for(arguments, options.run_name(arguments))
     folder = make_folder(arguments.dir / "runs", identity, machines=topology.machines.most)
     joined = folder.identity.uuid != identity.uuid
     with sole_launcher(folder, topology.machines.most):
         # The machine that created the folder writes the settings that all ranks use.
-        if not joined:
+        if not (joined and folder.config.exists()):
             write_config(folder, experiment)
         plan = launch_run.LaunchPlan(
             folder,

@@ -23,7 +23,7 @@ from rankzero.mlflow_store.client.images import write_images
 from rankzero.mlflow_store.client.models import MlflowModels
 from rankzero.mlflow_store.client.records import RunRecord, require_id
 from rankzero.mlflow_store.items import DESCRIPTION, MetricPoint
-from rankzero.mlflow_store.uris import RunGone, TrackingError
+from rankzero.mlflow_store.uris import NoSuchRun, RunGone, TrackingError
 from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store.folder import Identity
 from rankzero.run_store.provenance import tags_for_mlflow
@@ -153,18 +153,20 @@ class MlflowRuns:
             self._locations.of_run(run_id).upload_folder(Path(folder))
         self.set_tags(run_id, {"mlflow.loggedImages": "True"})
 
-    def find_run(self, name_or_id: str) -> RunRecord:
-        """Return the run of this id, else the newest of this name. Raises TrackingError."""
+    def find_run(self, name_or_id: str, experiment: str | None = None) -> RunRecord:
+        """Return the run of this id, else the newest of this name. Raises NoSuchRun.
+
+        `experiment`: the only MLflow experiment in which a name is looked for.
+        """
         # MLflow refuses what is not a run's id.
         with contextlib.suppress(MlflowException):
             return RunRecord.of(self._run(name_or_id))
         name = name_or_id.replace("'", "")
-        experiments = [one.experiment_id for one in self._client.search_experiments()]
+        known = self._client.search_experiments()
+        experiments = [one.experiment_id for one in known if experiment in (None, one.name)]
         found = self._newest(experiments, f"attributes.run_name = '{name}'")
         if found is None:
-            raise TrackingError(
-                f"no run is called {name_or_id!r} in {url_without_secrets(self._uri)}"
-            )
+            raise NoSuchRun(f"no run is called {name_or_id!r} in {url_without_secrets(self._uri)}")
         return found
 
     def experiment_name(self, experiment_id: str) -> str:

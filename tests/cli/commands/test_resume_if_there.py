@@ -1,0 +1,106 @@
+"""`rankzero train --resume-if-there`: one command that starts a run and continues it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from rankzero.cli.commands import resume
+from rankzero.events import RunStarted
+from rankzero.run_store import run_locks
+from rankzero.run_store.attempt import is_written
+from rankzero.run_store.folder import Identity, RunFolder
+from support.commands import (
+    TINY,
+    Command,
+    events,
+    losses,
+    processes_of,
+    tracked,
+    wait_for_status,
+    wait_until,
+)
+from support.stores import Server, mlflow_runs
+
+AGAIN = ("train", TINY, "--name", "again", "--resume-if-there", "train.steps=30")
+
+
+def starts(folder: RunFolder) -> list[int]:
+    return [event.step for event in events(folder) if isinstance(event, RunStarted)]
+
+
+def test_the_same_command_starts_continues_and_then_leaves_a_run(rankzero: Command) -> None:
+    process = rankzero.start(*AGAIN, "step_seconds=0.1")
+    folder = rankzero.wait_for_step(4)
+    process.send_signal(signal.SIGUSR1)
+    output, _ = process.communicate(timeout=120)
+    assert process.wait() == 75, output
+    code, output = rankzero(*AGAIN, "step_seconds=0.0")
+    assert code == 0, output
+    begun, again = starts(folder)
+    assert begun == 0 and 4 <= again < 30 and max(losses(folder)) == 30
+    code, output = rankzero(*AGAIN)
+    assert code == 0 and "note: again has finished with step 30" in output, output
+    assert rankzero.runs == [folder] and tracked(folder).status == "FINISHED"
+    assert list(mlflow_runs(rankzero.folder)) == ["again"]
+
+
+@pytest.mark.parametrize("moment", ["before its settings", "before its first checkpoint"])
+def test_a_run_that_was_killed_early_begins_again(rankzero: Command, moment: str) -> None:
+    process = rankzero.start(*AGAIN, "step_seconds=0.2", "train.eval_every=30")
+    folder = rankzero.wait_for_step(2)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    wait_for_status(folder, "FAILED")
+    identity = folder.identity
+    if moment == "before its settings":
+        wait_until(lambda: not processes_of(rankzero.folder))
+        shutil.rmtree(folder.path)
+        RunFolder.create(folder.path.parent, identity)
+    code, output = rankzero(*AGAIN, "train.eval_every=30")
+    assert code == 0 and "has no checkpoint: it begins again" in output, output
+    assert starts(folder)[-1] == 0 and max(losses(folder)) == 30
+    assert rankzero.runs == [folder] and folder.identity.uuid == identity.uuid
+    assert tracked(folder).status == "FINISHED" and len(mlflow_runs(rankzero.folder)) == 1
+
+
+def test_a_run_of_a_lost_disk_continues_from_the_server(rankzero: Command, server: Server) -> None:
+    words = (*AGAIN, "--tracking-uri", server.uri, "--experiment-name", "lost-disk")
+    code, output = rankzero(*words, "train.steps=10", "--wait-delivery")
+    assert code == 0, output
+    run_id = tracked(rankzero.runs[0]).run_id
+    shutil.rmtree(rankzero.folder / "mlruns" / "runs")
+    code, output = rankzero(*words, "--wait-delivery")
+    assert code == 0 and "again is not on this disk, and continues from" in output, output
+    assert starts(rankzero.runs[0]) == [10] and tracked(rankzero.runs[0]).run_id == run_id
+    # A run of this name in another MLflow experiment is somebody else's.
+    shutil.rmtree(rankzero.folder / "mlruns" / "runs")
+    code, output = rankzero(*words[:-1], "another", "train.steps=2", "--wait-delivery")
+    assert code == 0 and starts(rankzero.runs[0]) == [0], output
+    assert tracked(rankzero.runs[0]).run_id != run_id
+
+
+def test_it_waits_for_the_writer_of_another_machine_until_that_counts_as_dead(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its node has failed, so nobody will write the end."""
+    folder = RunFolder.create(tmp_path, Identity("again", "u", "e", "sqlite:///none", None))
+    run_locks.claim(folder, 0)
+    for path in folder.path.glob("recorder*.json"):
+        path.write_text(path.read_text().replace(socket.gethostname(), "failed-node"))
+    lately = time.time() - run_locks.ABANDONED_SECONDS + 3
+    os.utime(folder.path / "run.json", (lately, lately))
+    resume._await_other_machine(folder)
+    assert "waiting for the last attempt, on failed-node" in capsys.readouterr().out
+    assert time.time() >= lately + run_locks.ABANDONED_SECONDS and not is_written(folder)
+
+
+def test_it_needs_a_name(rankzero: Command) -> None:
+    code, output = rankzero("train", TINY, "--resume-if-there")
+    assert code == 2 and "add --name NAME" in output
