@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed-$(shell cksum < requirements.lock | cut -d' ' -f1)
 
-.PHONY: setup demo test test-slow test-integrations docs torture soak fuzz check lint audit format bench lock tables clean
+.PHONY: setup demo test test-slow test-cluster test-integrations docs torture soak fuzz check lint audit format bench lock tables clean
 .PHONY: test-with-integrations test-with-keras test-with-deepspeed test-with-ray test-contracts
 .PHONY: environment-integrations environment-keras environment-deepspeed environment-ray
 
@@ -27,11 +27,15 @@ demo: setup
 PYTEST := $(BIN)/pytest --numprocesses 3 --dist loadscope --ignore tests/frameworks --durations 20
 
 test: setup
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not cluster"
 
 # Long tests: browsers, whole searches, short fault campaigns, 5,000 crash points. `.ci/run slow` runs them.
 test-slow: setup
 	$(PYTEST) -m slow
+
+# Real clusters in namespaces of this machine, without a network: Debian's Slurm. Needs root, slurmctld, slurmd, slurm-client, munge, iproute2.
+test-cluster: setup
+	$(BIN)/pytest -m cluster
 
 # The adapters against the real frameworks, which are extras. TensorFlow, DeepSpeed and Ray have environments of their own:
 # whoever finds them imports them, too. What needs Debian's openmpi-bin or a C++ compiler says so where it is skipped.

@@ -87,6 +87,9 @@ def parse(words: list[str]) -> argparse.Namespace:
         _top_parser().parse_known_args(words[:1])  # --help and --version end here
         raise UserError(_no_verb(words[0]))
     verb = words[0]
+    # The words after it are another program's.
+    end = words.index("--") if verb == "submit" and "--" in words else len(words)
+    words, after = words[:end], words[end + 1 :]
     # argparse would take a word after --wait-delivery for its seconds.
     rest = [f"{word}={A_DAY}" if word == "--wait-delivery" else word for word in words[1:]]
     while "--sort" in rest[:-1]:
@@ -98,7 +101,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     arguments, unknown = parser.parse_known_intermixed_args(rest)
     if unknown:
         parser.error(_no_option(unknown, parser, takes_settings="settings" in arguments))
-    arguments.verb = verb
+    arguments.verb, arguments.words, arguments.after = verb, words[1:], after
     return arguments
 
 

@@ -24,6 +24,10 @@ VERBS = {
         module="rankzero.cli.init",
     ),
     "train": Verb("run an experiment, tracked", f"rankzero train {_DIGITS} --nproc 2 lr=1e-2"),
+    "submit": Verb(
+        "queue a training as a job of Slurm, which continues after its time limit",
+        f"rankzero submit --slurm {_DIGITS} lr=1e-2 -- --nodes 2 --time 8:00:00",
+    ),
     "resume": Verb(
         "continue a run from its newest checkpoint, in the same MLflow run",
         "rankzero resume brisk-otter-412",

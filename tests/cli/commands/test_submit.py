@@ -1,0 +1,93 @@
+"""`rankzero submit`: a job's script, and a run that Slurm's real daemons queue again."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from rankzero.cli.main import main
+from rankzero.events import RunStarted
+from support.commands import TINY, Command, events, losses, tracked, wait_until
+from support.slurm import Cluster, cluster  # noqa: F401 — a fixture
+
+SETTINGS = ("train.steps=90", "train.eval_every=20", "dropout=0.1", "augment=true")
+ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
+SLURM = ("submit", "--slurm", str(TINY))
+
+
+def script_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main([*SLURM, "--dry-run", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_dry_run_prints_a_script_that_a_shell_can_read(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("lr=0.5", "--nproc", "2", "--name", "first", "--", "--nodes", "2", "--comment", "a b")
+    script = script_of(capsys, *words)
+    subprocess.run(["sh", "-n"], input=script, text=True, check=True)
+    assert "#SBATCH --nodes 2 --comment 'a b'\n" in script
+    assert "#SBATCH --job-name=first\n" in script and "/runs/first/checkpoints" in script
+    train = next(line for line in script.splitlines() if "rankzero train" in line)
+    wanted = f"-m rankzero train {TINY} lr=0.5 --nproc 2 --name first --resume-if-there"
+    assert shlex.split(train) == [sys.executable, *wanted.split()]
+
+
+def test_a_job_gets_a_name_that_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    script = script_of(capsys, "--resume-if-there")
+    name = script.split("#SBATCH --job-name=")[1].split()[0]
+    assert f"--resume-if-there --name {name}\n" in script and "#SBATCH \n" not in script
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("submit", str(TINY)), "say where the job shall run"),
+        ((*SLURM, "lx=1"), "unknown key 'lx'"),
+        ((*SLURM, "--nnodes", "2"), "-- --nodes 2"),
+        ((*SLURM, "--nodes", "2"), "no option --nodes"),
+    ],
+)
+def test_mistakes_are_found_before_the_job_waits(
+    words: tuple[str, ...], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--dry-run"] if words[1] == "--slurm" else list(words)) == 2
+    assert error in capsys.readouterr().err
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+def test_a_job_that_slurm_queues_again_is_one_run_as_if_never_stopped(
+    rankzero: Command,
+    cluster: Cluster,  # noqa: F811
+) -> None:
+    code, output = rankzero("train", TINY, "--name", "whole", *SETTINGS)
+    assert code == 0, output
+    run = [sys.executable, "-m", "rankzero", *SLURM, "--name", "job", "train.checkpoints.keep=2"]
+    limits = ("--", "--time", "2", "--signal", "TERM@45")
+    words = [*run, *SETTINGS, "step_seconds=1.0", *limits]
+    output = cluster(words, rankzero.folder, rankzero.environ)
+    number = int(output.split("job is job ")[1].split(":")[0])
+
+    folder = rankzero.wait_for_step(1, "job")
+    try:
+        wait_until(lambda: cluster.job(number)["Restarts"] == "1", 300)  # by the time limit
+        stopped = max(losses(folder))
+        rankzero.wait_for_step(stopped + 5, "job")
+        cluster(["scontrol", "requeue", number], rankzero.folder, {})
+        wait_until(lambda: cluster.job(number)["JobState"] in ENDED, 400)
+    finally:
+        output = (rankzero.folder / f"slurm-{number}.out").read_text()
+        print(output)
+    assert "Traceback" not in output and "resource_tracker" not in output
+    known = cluster.job(number)
+    begun = [event.step for event in events(folder) if isinstance(event, RunStarted)]
+    assert known["JobState"] == "COMPLETED" and int(known["Restarts"]) == len(begun) - 1 >= 2
+    # The limit may stop it a third time on a machine that is busy.
+    assert begun[:2] == [0, stopped] and begun == sorted(set(begun))
+    whole, *others = rankzero.runs
+    assert others == [folder] and losses(folder) == losses(whole)
+    assert tracked(folder).status == "FINISHED"

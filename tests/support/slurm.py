@@ -1,0 +1,135 @@
+"""Debian's real Slurm as a cluster of one machine, in namespaces of its own: `cluster`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+IN_CI = "RANKZERO_CI"
+"""Set by .ci/run. A cluster's tests are chosen by `make test-cluster` only, which needs Slurm."""
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "nsenter", "ip")
+PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+# Slurm resolves no name, not even an address, where the loopback interface is the only one.
+SCRIPT = """
+set -e
+hostname first
+ip link set lo up
+ip link add one type veth peer name other
+ip link set other up
+ip address add 10.77.0.1/24 dev one
+ip link set one up
+printf '127.0.0.1 localhost\\n10.77.0.1 first\\n' > hosts
+mount --bind hosts /etc/hosts
+mount -t tmpfs none /sys/fs/cgroup
+head -c 1024 /dev/urandom > munge.key
+chmod 400 munge.key
+munged --foreground --force --key-file=$PWD/munge.key --socket=$PWD/munge.socket \\
+    --pid-file=$PWD/munged.pid --log-file=$PWD/munged.log --seed-file=$PWD/munge.seed &
+until [ -S munge.socket ]; do sleep 0.05; done
+slurmctld -D -c &
+slurmd -D &
+wait
+"""
+SETTINGS = """\
+ClusterName=tests
+SlurmctldHost=first(10.77.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=1,batch_sched_delay=0
+MpiDefault=none
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+NodeName=first NodeAddr=10.77.0.1 CPUs=2
+PartitionName=main Nodes=first Default=YES
+"""
+CGROUP = """\
+CgroupPlugin=cgroup/v1
+CgroupAutomount=no
+ConstrainCores=no
+ConstrainRAMSpace=no
+"""
+
+
+class Cluster:
+    """A running Slurm. Call it to run a command on its machine."""
+
+    def __init__(self, folder: Path, process: int) -> None:
+        self._folder, self._process = folder, process
+
+    def __call__(self, words: Sequence[object], folder: Path, environ: Mapping[str, str]) -> str:
+        """Return a command's output. Raises CalledProcessError."""
+        enter = ["nsenter", f"--target={self._process}", "--mount", "--net", "--uts", "--pid"]
+        return subprocess.run(
+            [*enter, f"--wd={folder}", *map(str, words)],
+            env={**environ, "PATH": PATH, "SLURM_CONF": str(self._folder / "slurm.conf")},
+            check=True,
+            text=True,
+            stdout=subprocess.PIPE,
+        ).stdout
+
+    def job(self, number: int) -> dict[str, str]:
+        """Return what Slurm knows of a job, such as its JobState."""
+        known = self(["scontrol", "--oneliner", "show", "job", number], self._folder, {})
+        return dict(one.split("=", 1) for one in known.split() if "=" in one)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """A cluster of one machine with two processors, which only root can have."""
+    missing = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
+    if missing or os.geteuid() != 0:
+        text = f"Slurm: needs root and {', '.join(missing) or 'nothing else'} (apt-get install "
+        text += "slurmctld slurmd slurm-client munge iproute2)"
+        (pytest.fail if IN_CI in os.environ else pytest.skip)(text)
+    folder = Path(tempfile.mkdtemp(prefix="rankzero-slurm-"))
+    for name in ("state", "spool"):
+        (folder / name).mkdir()
+    (folder / "slurm.conf").write_text(SETTINGS.format(folder=folder))
+    (folder / "cgroup.conf").write_text(CGROUP)
+    apart = ("--mount", "--net", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
+    with (folder / "daemons.log").open("w") as log:
+        process = subprocess.Popen(
+            ["unshare", *apart, "bash", "-c", SCRIPT],
+            cwd=folder,
+            env={**os.environ, "PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf")},
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        yield _ready(folder, process)
+    finally:
+        process.kill()
+        process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _ready(folder: Path, process: subprocess.Popen[bytes]) -> Cluster:
+    """Return the cluster once its machine takes jobs."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until and process.poll() is None:
+        with contextlib.suppress(IndexError, subprocess.CalledProcessError):
+            found = Cluster(folder, psutil.Process(process.pid).children()[0].pid)
+            if "idle" in found(["sinfo", "--noheader", "--format=%T"], folder, {}):
+                return found
+        time.sleep(0.2)
+    pytest.fail(f"Slurm did not start: {(folder / 'daemons.log').read_text()[-2000:]}")
