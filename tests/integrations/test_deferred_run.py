@@ -11,6 +11,7 @@ import pytest
 from rankzero.events import RunEnded, StepsLogged
 from rankzero.integrations.deferred_run import DeferredRun
 from rankzero.run_store.journal import read_all
+from support.spawned import log_second_step
 
 
 @pytest.fixture(autouse=True)
@@ -48,14 +49,10 @@ def test_copy_continues_the_run_as_a_new_attempt() -> None:
     assert copy.name == run.name and steps_and_ends(run) == ([1, 2], ["FINISHED"] * 2)
 
 
-def train(run: DeferredRun) -> None:
-    run.log({"loss": 0.5}, 2)
-
-
 def test_spawned_process_continues_the_run_and_its_parent_goes_on_after_it() -> None:
     run = DeferredRun("mine", offline=True)
     run.log({"loss": 1.0}, 1)
-    process = multiprocessing.get_context("spawn").Process(target=train, args=(run,))
+    process = multiprocessing.get_context("spawn").Process(target=log_second_step, args=(run,))
     process.start()
     process.join()
     assert process.exitcode == 0

@@ -17,7 +17,6 @@ from rankzero.cli.verbs import TRAINING_VERBS, VERBS
 from rankzero.errors import FAILED, USAGE, UserError
 from rankzero.launch import output
 from rankzero.mlflow_store.patience import A_DAY, WAIT
-from rankzero.redaction.text import NOTIFY
 from rankzero.run_store.location import root_of
 
 # `doctor` says it as one of its checks.
@@ -65,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             # In the environment, for the recorder and the courier. Offline, nothing is delivered.
             waits = arguments.wait_delivery is not None and not arguments.offline
             os.environ[WAIT] = str(arguments.wait_delivery) if waits else ""
+            from rankzero.redaction.text import NOTIFY
+
             os.environ[NOTIFY] = arguments.notify or ""
         return int(_function("run", arguments.verb)(arguments))
     except KeyboardInterrupt:
