@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankzero.redaction.text import (
+    NOTIFY,
     command_without_secrets,
     line_without_secrets,
     settings_without_secrets,
@@ -352,6 +353,21 @@ def test_the_value_of_a_setting_is_redacted_in_the_command() -> None:
     ]
     kept = "train e.py 'db.password=[secret]' '+x.password=[secret]' pad_token_id=0 max_tokens=512"
     assert command_without_secrets(argv) == kept
+
+
+def test_the_word_behind_a_redacted_option_is_kept() -> None:
+    argv = ["train", "--api-key=abc", "lr=1", "--token", "abc", "width=8"]
+    kept = "train '--api-key=[secret]' lr=1 --token '[secret]' width=8"
+    assert command_without_secrets(argv) == kept
+
+
+def test_the_address_of_a_webhook_is_redacted_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NOTIFY, "https://box.example.org/planted")
+    text = "cannot reach https://box.example.org/planted, nor https://box.example.org/other"
+    kept = "cannot reach [secret], nor https://box.example.org/other"
+    assert text_without_secrets(text) == kept
+    argv = ["train", "--notify=https://box.example.org/planted", "--offline"]
+    assert command_without_secrets(argv) == "train '--notify=[secret]' --offline"
 
 
 def test_settings_are_redacted_by_name_and_by_shape() -> None:

@@ -104,7 +104,8 @@ def command_without_secrets(argv: Sequence[str]) -> str:
     words: list[str] = []
     for word in argv:
         key, sign, value = word.partition("=")
-        if words and words[-1].startswith("-") and is_secret_name(words[-1].lstrip("-")):
+        option, _, given = words[-1].partition("=") if words else ("", "", "")
+        if option.startswith("-") and not given and is_secret_name(option.lstrip("-")):
             words.append(BLOT)
         elif sign and _KEY.fullmatch(key) and is_secret_name(key):
             # All of the word is the password, further lines included.
