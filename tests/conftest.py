@@ -5,7 +5,13 @@ import signal
 
 from hypothesis import settings
 
-pytest_plugins = ["support.commands", "support.stores", "support.training", "support.webhook"]
+pytest_plugins = [
+    "support.commands",
+    "support.slurm",
+    "support.stores",
+    "support.training",
+    "support.webhook",
+]
 if importlib.util.find_spec("xdist"):  # the environments of the frameworks have none
     pytest_plugins.append("support.scheduling")
 

@@ -1,4 +1,7 @@
-"""Debian's real Slurm as a cluster of one machine, in namespaces of its own: `cluster`."""
+"""Debian's real Slurm as a cluster of two machines, in namespaces of its own: `cluster`.
+
+Both machines are this one: each has a `slurmd` with a port of its own.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ ip link add one type veth peer name other
 ip link set other up
 ip address add 10.77.0.1/24 dev one
 ip link set one up
-printf '127.0.0.1 localhost\\n10.77.0.1 first\\n' > hosts
+printf '127.0.0.1 localhost\\n10.77.0.1 first second\\n' > hosts
 mount --bind hosts /etc/hosts
 mount -t tmpfs none /sys/fs/cgroup
 head -c 1024 /dev/urandom > munge.key
@@ -36,7 +39,8 @@ munged --foreground --force --key-file=$PWD/munge.key --socket=$PWD/munge.socket
     --pid-file=$PWD/munged.pid --log-file=$PWD/munged.log --seed-file=$PWD/munge.seed &
 until [ -S munge.socket ]; do sleep 0.05; done
 slurmctld -D -c &
-slurmd -D &
+slurmd -D -N first &
+slurmd -D -N second &
 wait
 """
 SETTINGS = """\
@@ -54,13 +58,14 @@ SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1,batch_sched_delay=0
 MpiDefault=none
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
-NodeName=first NodeAddr=10.77.0.1 CPUs=2
-PartitionName=main Nodes=first Default=YES
+SlurmdLogFile={folder}/slurmd-%n.log
+NodeName=first NodeHostname=first NodeAddr=10.77.0.1 Port=16818 CPUs=2
+NodeName=second NodeHostname=first NodeAddr=10.77.0.1 Port=16819 CPUs=2
+PartitionName=main Nodes=first,second Default=YES
 """
 CGROUP = """\
 CgroupPlugin=cgroup/v1
@@ -71,7 +76,7 @@ ConstrainRAMSpace=no
 
 
 class Cluster:
-    """A running Slurm. Call it to run a command on its machine."""
+    """A running Slurm. Call it to run a command on one of its machines."""
 
     def __init__(self, folder: Path, process: int) -> None:
         self._folder, self._process = folder, process
@@ -95,14 +100,14 @@ class Cluster:
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    """A cluster of one machine with two processors, which only root can have."""
+    """A cluster of two machines with two processors each, which only root can have."""
     missing = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
     if missing or os.geteuid() != 0:
         text = f"Slurm: needs root and {', '.join(missing) or 'nothing else'} (apt-get install "
         text += "slurmctld slurmd slurm-client munge iproute2)"
         (pytest.fail if IN_CI in os.environ else pytest.skip)(text)
     folder = Path(tempfile.mkdtemp(prefix="rankzero-slurm-"))
-    for name in ("state", "spool"):
+    for name in ("state", "spool-first", "spool-second"):
         (folder / name).mkdir()
     (folder / "slurm.conf").write_text(SETTINGS.format(folder=folder))
     (folder / "cgroup.conf").write_text(CGROUP)
@@ -124,12 +129,12 @@ def cluster() -> Iterator[Cluster]:
 
 
 def _ready(folder: Path, process: subprocess.Popen[bytes]) -> Cluster:
-    """Return the cluster once its machine takes jobs."""
+    """Return the cluster once its machines take jobs."""
     until = time.monotonic() + 60
     while time.monotonic() < until and process.poll() is None:
         with contextlib.suppress(IndexError, subprocess.CalledProcessError):
             found = Cluster(folder, psutil.Process(process.pid).children()[0].pid)
-            if "idle" in found(["sinfo", "--noheader", "--format=%T"], folder, {}):
+            if "2 idle" in found(["sinfo", "--noheader", "--format=%D %T"], folder, {}):
                 return found
         time.sleep(0.2)
     pytest.fail(f"Slurm did not start: {(folder / 'daemons.log').read_text()[-2000:]}")

@@ -10,12 +10,34 @@ import pytest
 
 from rankzero.cli.main import main
 from rankzero.events import RunStarted
+from rankzero.run_store.folder import RunFolder
 from support.commands import TINY, Command, events, losses, tracked, wait_until
-from support.slurm import Cluster, cluster  # noqa: F401 — a fixture
+from support.slurm import Cluster
 
 SETTINGS = ("train.steps=90", "train.eval_every=20", "dropout=0.1", "augment=true")
 ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
 SLURM = ("submit", "--slurm", str(TINY))
+
+
+def submitted(rankzero: Command, cluster: Cluster, *words: str) -> int:
+    """Submit a training; return the job's number."""
+    command = [sys.executable, "-m", "rankzero", *SLURM, "--name", "job", *words]
+    output = cluster(command, rankzero.folder, rankzero.environ)
+    return int(output.split("job is job ")[1].split(":")[0])
+
+
+def wait_for_end(rankzero: Command, cluster: Cluster, job: int) -> None:
+    try:
+        wait_until(lambda: cluster.job(job)["JobState"] in ENDED, 400)
+    finally:
+        output = (rankzero.folder / f"slurm-{job}.out").read_text()
+        print(output)
+    assert cluster.job(job)["JobState"] == "COMPLETED"
+    assert "Traceback" not in output and "resource_tracker" not in output
+
+
+def starts(folder: RunFolder) -> list[int]:
+    return [event.step for event in events(folder) if isinstance(event, RunStarted)]
 
 
 def script_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -61,33 +83,43 @@ def test_mistakes_are_found_before_the_job_waits(
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
 def test_a_job_that_slurm_queues_again_is_one_run_as_if_never_stopped(
-    rankzero: Command,
-    cluster: Cluster,  # noqa: F811
+    rankzero: Command, cluster: Cluster
 ) -> None:
     code, output = rankzero("train", TINY, "--name", "whole", *SETTINGS)
     assert code == 0, output
-    run = [sys.executable, "-m", "rankzero", *SLURM, "--name", "job", "train.checkpoints.keep=2"]
     limits = ("--", "--time", "2", "--signal", "TERM@45")
-    words = [*run, *SETTINGS, "step_seconds=1.0", *limits]
-    output = cluster(words, rankzero.folder, rankzero.environ)
-    number = int(output.split("job is job ")[1].split(":")[0])
-
+    job = submitted(rankzero, cluster, *SETTINGS, "step_seconds=1.0", *limits)
     folder = rankzero.wait_for_step(1, "job")
-    try:
-        wait_until(lambda: cluster.job(number)["Restarts"] == "1", 300)  # by the time limit
-        stopped = max(losses(folder))
-        rankzero.wait_for_step(stopped + 5, "job")
-        cluster(["scontrol", "requeue", number], rankzero.folder, {})
-        wait_until(lambda: cluster.job(number)["JobState"] in ENDED, 400)
-    finally:
-        output = (rankzero.folder / f"slurm-{number}.out").read_text()
-        print(output)
-    assert "Traceback" not in output and "resource_tracker" not in output
-    known = cluster.job(number)
-    begun = [event.step for event in events(folder) if isinstance(event, RunStarted)]
-    assert known["JobState"] == "COMPLETED" and int(known["Restarts"]) == len(begun) - 1 >= 2
+    wait_until(lambda: cluster.job(job)["Restarts"] == "1", 300)  # by the time limit
+    stopped = max(losses(folder))
+    rankzero.wait_for_step(stopped + 5, "job")
+    cluster(["scontrol", "requeue", job], rankzero.folder, {})
+    wait_for_end(rankzero, cluster, job)
     # The limit may stop it a third time on a machine that is busy.
-    assert begun[:2] == [0, stopped] and begun == sorted(set(begun))
+    assert int(cluster.job(job)["Restarts"]) == len(starts(folder)) - 1 >= 2
+    assert starts(folder)[:2] == [0, stopped] and starts(folder) == sorted(set(starts(folder)))
+    whole, *others = rankzero.runs
+    assert others == [folder] and losses(folder) == losses(whole)
+    assert tracked(folder).status == "FINISHED"
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+def test_a_job_of_two_machines_that_is_stopped_twice_is_one_run(
+    rankzero: Command, cluster: Cluster
+) -> None:
+    """By the signals that Slurm's ``--signal`` sends to the processes of a step."""
+    code, output = rankzero("train", TINY, "--name", "whole", "--nproc", 2, *SETTINGS)
+    assert code == 0, output
+    words = (*SETTINGS, "--nproc", "1", "step_seconds=0.3", "--", "--time", "20", "--nodes", "2")
+    job = submitted(rankzero, cluster, *words)
+    folder = rankzero.wait_for_step(5, "job")
+    for count, number in enumerate(("TERM", "USR1"), start=1):
+        cluster(["scancel", f"--signal={number}", job], rankzero.folder, {})
+        wait_until(lambda count=count: cluster.job(job)["Restarts"] == str(count), 300)
+        rankzero.wait_for_step(max(losses(folder)) + 5, "job")
+    wait_for_end(rankzero, cluster, job)
+    assert len(starts(folder)) == 3 and starts(folder) == sorted(set(starts(folder)))
     whole, *others = rankzero.runs
     assert others == [folder] and losses(folder) == losses(whole)
     assert tracked(folder).status == "FINISHED"
