@@ -22,12 +22,13 @@ from rankzero.cli.commands import runs as runs_command
 from rankzero.cli.commands import sync as sync_command
 from rankzero.errors import UserError
 from rankzero.events import CheckpointSaved
+from rankzero.housekeeping import download
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.mlflow_store.client.experiments import folder_for
 from rankzero.run_store import names, provenance, run_locks, symlinks
 from rankzero.run_store.folder import Identity, RunFolder, write_atomically
 from rankzero.run_store.journal import Journal
-from rankzero.tracking import delivery_status, download, sync
+from rankzero.tracking import delivery_status, sync
 from rankzero.tracking.deliverer import Deliverer
 from support.fuzz import thorough
 from support.memory_store import MemoryStore

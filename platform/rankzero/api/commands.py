@@ -68,9 +68,8 @@ def search(
 ) -> SearchHandle:
     """Search as ``rankzero search`` does, around this configuration; return the study.
 
-    The same call again continues the study. `nproc`: also several, such as ``"1,2,4"``. `options`
-    are the command's other options, such as ``parallel=2, no_probe=True``. Raises RunFailed with
-    the reason, and UserError.
+    The same call again continues the study. `nproc`: also several, such as ``"1,2,4"``. `options`:
+    the command's others, such as ``parallel=2, no_probe=True``. Raises RunFailed, UserError.
     """
     words = _words("search", experiment)
     words += _options(minutes=minutes, trials=trials, nproc=nproc, dir=dir, **options)

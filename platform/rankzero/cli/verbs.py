@@ -78,6 +78,7 @@ VERBS = {
     "export": Verb(
         "write a run's metrics, settings and curves to files",
         "rankzero export digits-a --to results",
+        module="rankzero.cli.housekeeping.export",
     ),
     "import": Verb(
         "take over a run that `rankzero export --bundle` wrote",

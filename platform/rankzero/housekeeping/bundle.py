@@ -19,6 +19,7 @@ from typing import Any
 
 from rankzero.catalog import deleted, lookup
 from rankzero.errors import UserError
+from rankzero.housekeeping import download
 from rankzero.housekeeping.deletion import parts
 from rankzero.mlflow_store import uris
 from rankzero.redaction.text import url_without_secrets
@@ -26,7 +27,7 @@ from rankzero.run_store import names, removal, run_locks
 from rankzero.run_store.attempt import is_written
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.location import make_root
-from rankzero.tracking import delivery_status, download, sync
+from rankzero.tracking import delivery_status, sync
 from rankzero.tracking.open_run import connect
 
 _MANIFEST, _RUNS, _MLFLOW = "bundle.json", "runs", "mlflow"

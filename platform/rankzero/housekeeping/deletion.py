@@ -134,7 +134,7 @@ class Housekeeper:
         gone: dict[str, set[str]] = {}
         for folder in folders:
             uri, (store, run_id) = folder.identity.tracking_uri, self._in_mlflow(folder)
-            if store is not None and uri != _embedded(folder):
+            if store is not None and uri != uris.default_tracking_uri(folder.path.parent.parent):
                 gone[uri] = gone[uri] if uri in gone else store.deleted()
                 if run_id in gone[uri]:
                     mark(folder)
@@ -155,10 +155,6 @@ def mark(folder: RunFolder) -> None:
     """Mark a run as deleted, for lists."""
     if not folder.deleted.exists():
         write_atomically(folder.deleted, time.strftime("%Y-%m-%d %H:%M:%S\n"))
-
-
-def _embedded(folder: RunFolder) -> str:
-    return uris.default_tracking_uri(folder.path.parent.parent)
 
 
 def _forget_study(folder: RunFolder) -> None:

@@ -74,7 +74,8 @@ def sections(
         "Tags": _texts([one.tags for one in facts]),
         "Settings": _texts([one.params for one in facts]),
         "Code": _texts([*map(_code, sides)]),
-        "Packages": _texts([*map(_packages, sides)]),
+        # A run that did not write packages.txt has the versions of a few packages as tags.
+        "Packages": _texts([s.packages or _tags(s.facts, "rankzero.package.") for s in sides]),
         "Machine": _texts([*map(_machine, facts)]),
     }
     found = {
@@ -133,11 +134,6 @@ def _code(side: RunSide) -> dict[str, str]:
     changes = f"{files} file{'s' * (files != 1)}" if side.patch else "none"
     commands = "\n".join(shlex.join(reproduce.words(text)) for text in side.facts.commands)
     return {**known, "uncommitted changes": changes, "commands": commands}
-
-
-def _packages(side: RunSide) -> dict[str, str]:
-    # A run that did not write packages.txt has the versions of a few packages as tags.
-    return dict(side.packages) or _tags(side.facts, "rankzero.package.")
 
 
 def _machine(facts: Facts) -> dict[str, str]:

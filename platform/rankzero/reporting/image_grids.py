@@ -41,7 +41,9 @@ def draw(arrays: Mapping[str, Any], step: int, folder: Path) -> dict[str, Path]:
     """
     from matplotlib import rc_context
 
-    classes = [_short(name) for name in arrays.get("classes", ())]
+    names = [" ".join(str(name).split()) for name in arrays.get("classes", ())]
+    limit = _LONGEST_LABEL
+    classes = [name if len(name) <= limit else f"{name[: limit - 1]}…" for name in names]
     drawn: dict[str, Path] = {}
     for key, needed, make in (
         ("hardest_mistakes", "mistakes", _mistakes),
@@ -199,8 +201,3 @@ def _share(arrays: Mapping[str, Any]) -> str:
 
 def _name(label: Any, classes: Sequence[str]) -> str:
     return classes[int(label)] if 0 <= int(label) < len(classes) else str(int(label))
-
-
-def _short(name: Any) -> str:
-    text = " ".join(str(name).split())
-    return text if len(text) <= _LONGEST_LABEL else text[: _LONGEST_LABEL - 1] + "…"

@@ -43,9 +43,8 @@ class PeriodicActions:
         self._job, self._state, self._emit, self._stop = job, state, emit, stop
         self._checkpoints, self._totals = checkpoints, totals
         self._evaluate_every = train.eval_every or job.batch_order.steps_per_epoch
-        self._save_every = self._evaluate_every
-        if train.checkpoints.save_every is not None:
-            self._save_every = train.checkpoints.save_every
+        save_every = train.checkpoints.save_every
+        self._save_every = self._evaluate_every if save_every is None else save_every
         self.last_step = job.total_steps
         # A training that has ended early stays complete when it is resumed.
         if improvement.early_end(job.experiment, state) and not state.evaluation_pending:

@@ -122,7 +122,7 @@ def _folder(arguments: argparse.Namespace) -> RunFolder:
                 f"{arguments.run_name} is not in {runs}, and offline nothing is downloaded from "
                 "MLflow: resume without --offline"
             )
-        from rankzero.tracking import download
+        from rankzero.housekeeping import download
 
         uri = options.store_of_absent_run(arguments)
         print(f"{arguments.run_name} is not on this disk: looking in {uri}")
@@ -143,8 +143,8 @@ def _of_server(arguments: argparse.Namespace) -> RunFolder | None:
     uri = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
     if arguments.offline or uri == uris.default_tracking_uri(arguments.dir):
         return None
+    from rankzero.housekeeping import download
     from rankzero.mlflow_store.client import MlflowRuns
-    from rankzero.tracking import download
 
     try:
         run = MlflowRuns(uri).find_run(arguments.run_name, options.experiment_name(arguments))
@@ -253,7 +253,7 @@ def _newest_checkpoint(folder: RunFolder, offline: bool, *, required: bool) -> P
     for problem in problems:
         print(f"note: {problem}")
     if path is None and lookup.mlflow_id(folder) and not offline:
-        from rankzero.tracking import download
+        from rankzero.housekeeping import download
 
         print("no intact checkpoint on this disk: looking in MLflow")
         path, more = download.newest_checkpoint(folder)

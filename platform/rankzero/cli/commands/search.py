@@ -142,8 +142,7 @@ def described_space(
     space = make_space(
         reference, found.processes, found.lr_exponent, found.precisions, found.samples, more
     )
-    names = arguments.knobs or knobs.defaults(found, space)
-    space = knobs.turned(space, names)
+    space = knobs.turned(space, arguments.knobs or knobs.defaults(found, space))
     if arguments.knobs and space.knobs and not arguments.probe:
         raise UserError(
             f"--knobs {','.join(space.knobs)} needs the probe, which --no-probe leaves out: give "

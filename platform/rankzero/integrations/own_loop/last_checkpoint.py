@@ -59,8 +59,8 @@ def _newest(folder: RunFolder, notice: Callable[[str], None], *, in_mlflow: bool
     # The import of mlflow takes seconds.
     if path is not None or not in_mlflow or (database is not None and uris.is_empty(database)):
         return path
+    from rankzero.housekeeping import download
     from rankzero.mlflow_store.client import MlflowRuns
-    from rankzero.tracking import download
 
     store = MlflowRuns(identity.tracking_uri)
     for run in (store.find_open_run(identity), store.find_namesake(identity)):

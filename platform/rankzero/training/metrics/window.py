@@ -137,8 +137,7 @@ def check_metrics(metrics: Mapping[str, object], stateful: Collection[str] = ())
                 # Stacking would fail, and moving it would wait for the device in each step.
                 raise UserError(
                     f"measure()[{name!r}] is on {part.device}, the loss on {device}: leave every "
-                    "metric where the model computes it; moving it to the host would make each "
-                    "step wait"
+                    "metric where the model computes it, or each step waits for a copy"
                 )
     return names
 

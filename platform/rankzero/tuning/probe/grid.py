@@ -103,9 +103,7 @@ def _next_of_precision(
         if ratio * (1 + noise) <= 1 + _GAIN:
             return None
     largest = max((one.batch_size for one in found), default=0)
-    batch_size = min((size for size in batch_sizes if size > largest), default=None)
-    if batch_size is None:
-        return None
+    batch_size = min((size for size in batch_sizes if size > largest), default=0)
     # With a smaller micro-batch than its share, a rank accumulates.
     share, fits = batch_size // world_size, _largest_fitting(found)
     divisors = (size for size in range(1, share + 1) if share % size == 0)

@@ -270,11 +270,10 @@ def _effect(value: Value, blocks: _Blocks | None, pairs: Sequence[float], sample
     half = max(math.hypot(block.relative_half_width, within), _between(pairs))
     saved = samples / before.samples_per_second * -math.expm1(-gain)
     setup = block.setup_seconds - before.setup_seconds
-    decision: Decision = "kept"
     if gain <= half or gain < math.log1p(LEAST_GAIN):
-        decision = "no gain"
-    elif saved < setup:
-        decision = "does not pay"
+        decision: Decision = "no gain"
+    else:
+        decision = "does not pay" if saved < setup else "kept"
     reason = f"{setup:.0f} s longer to start" if decision == "does not pay" else ""
     low, high = math.exp(gain - half), math.exp(gain + half)
     return Effect(value.knob, value.settings, decision, math.exp(gain), low, high, reason)

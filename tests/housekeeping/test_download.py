@@ -11,10 +11,10 @@ from mlflow import MlflowClient
 
 from rankzero.events import CheckpointSaved
 from rankzero.experiment import Goal
+from rankzero.housekeeping import download
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder
-from rankzero.tracking import download
 from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints
 from support.runs import T0, make_folder
