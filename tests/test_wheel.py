@@ -1,0 +1,81 @@
+"""The wheel: what users install, in an environment and a folder that know nothing of this one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from support.commands import free_port
+from support.paths import ROOT
+
+OWN = f"3.{sys.version_info.minor}"
+OTHERS = [version for version in ("3.11", "3.12", "3.13", "3.14") if version != OWN]
+UV = Path(sys.executable).with_name("uv")
+
+
+def _run(*words: object, cwd: Path) -> str:
+    # The machine's package index stays. These would lead back to this environment.
+    foreign = ("PYTHON", "RANKZERO_", "MLFLOW_", "VIRTUAL_ENV")
+    environ = {name: text for name, text in os.environ.items() if not name.startswith(foreign)}
+    done = subprocess.run(
+        [*map(str, words)], cwd=cwd, env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    # Of what git has: a file that it lacks must not make this work.
+    _run("git", "clone", "--quiet", ROOT, folder / "clone", cwd=folder)
+    _run(UV, "--quiet", "build", "--wheel", "--out-dir", folder, folder / "clone", cwd=folder)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "version", [OWN, *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS)]
+)
+def test_installed_wheel_trains_and_shows_a_new_experiment(
+    version: str, wheel: Path, tmp_path: Path
+) -> None:
+    python = sys.executable if version == OWN else shutil.which(f"python{version}")
+    if python is None:
+        pytest.skip(f"this machine has no python{version}")
+    environment, folder = tmp_path / "environment", tmp_path / "empty folder"
+    folder.mkdir()
+    # The lock's versions, because installing them takes seconds.
+    locked = re.findall(r"^[a-z][^ ]*==[^\\\n]+", (ROOT / "requirements.lock").read_text(), re.M)
+    (tmp_path / "constraints.txt").write_text("\n".join(locked))
+    _run(UV, "--quiet", "venv", "--python", python, environment, cwd=tmp_path)
+    target = ("--python", environment, "--constraint", tmp_path / "constraints.txt")
+    _run(UV, "--quiet", "pip", "install", *target, wheel, cwd=tmp_path)
+    rankzero = environment / "bin" / "rankzero"
+
+    _run(rankzero, "init", "my_experiment.py", cwd=folder)
+    settings = "train.steps=2", "train.mlflow.log_model=false"
+    assert "FINISHED" in _run(rankzero, "train", "my_experiment.py", *settings, cwd=folder)
+    assert "FINISHED" in _run(rankzero, "runs", cwd=folder)
+    with subprocess.Popen(
+        [rankzero, "ui", "--port", str(free_port())], cwd=folder, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        try:
+            address = next(
+                line.split(": ")[1].split()[0] for line in server.stdout if "MLflow UI" in line
+            )
+            with urllib.request.urlopen(f"{address}/health", timeout=30) as answer:
+                assert answer.read() == b"OK"
+        finally:
+            server.send_signal(signal.SIGINT)
+    assert server.returncode == 0
