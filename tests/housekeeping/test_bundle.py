@@ -22,7 +22,7 @@ from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
 from support.runs import append, ended, evaluated, make_folder, saved, started, steps
-from support.stores import copied
+from support.stores import copied, list_runs
 
 
 @pytest.fixture
@@ -58,10 +58,10 @@ def study(root: Path) -> RunFolder:
     return made[0]
 
 
-def held(root: Path, name: str) -> dict[str, Any]:
+def held(root: Path, name: str, run_id: str | None = None) -> dict[str, Any]:
     """Everything that a store has of a run, under names that do not depend on the store."""
     tracker = MlflowRuns(uris.default_tracking_uri(root))
-    run = tracker.find_run(mlflow_id(RunFolder(root / "runs" / name)) or "")
+    run = tracker.find_run(run_id or mlflow_id(RunFolder(root / "runs" / name)) or "")
     places = tracker.deletion.places(run.run_id)
     files = [file for place in places for file in sorted(place.rglob("*")) if file.is_file()]
     return {
@@ -93,6 +93,31 @@ def test_an_imported_run_is_the_same(roots: tuple[Path, Path], tmp_path: Path) -
         main(["import", str(file), "--dir", str(theirs)]) == 0 and held(theirs, "study") == before
     )
     assert not list((theirs / "runs" / ".leftovers").iterdir())
+
+
+def test_copy_is_the_same_run_in_another_store(
+    roots: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, theirs = roots
+    folder, uri = study(mine), uris.default_tracking_uri(theirs)
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(bundle, "_deliver_what_mlflow_had", die)
+        bundle.copy(folder, uri)
+    for _ in range(2):
+        assert main(["copy", "study", "--to", uri, "--dir", str(mine)]) == 0
+        run_id = capsys.readouterr().out.split()[-1]
+        child = MlflowRuns(uri).find_run("study-t00").run_id
+        for name, one in (("study", run_id), ("study-t00", child)):
+            assert held(theirs, name, one) == held(mine, name)
+        assert len(list_runs(uri)) == 2
+    assert folder.identity.tracking_uri == uris.default_tracking_uri(mine)
+    assert not any((mine / "runs" / ".leftovers").iterdir()) and not (theirs / "runs").exists()
+    with pytest.raises(UserError, match="name another one"):
+        bundle.copy(folder, uris.default_tracking_uri(mine))
 
 
 def test_import_that_was_killed_is_continued(

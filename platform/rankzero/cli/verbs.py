@@ -85,6 +85,11 @@ VERBS = {
         "rankzero import brisk-otter-412.zip",
         module="rankzero.cli.housekeeping.import_bundle",
     ),
+    "copy": Verb(
+        "copy a whole run into another MLflow, such as a team's server",
+        "rankzero copy brisk-otter-412 --to http://server:5000",
+        module="rankzero.cli.housekeeping.copy",
+    ),
     "relocate": Verb(
         "after a project was moved or copied: let MLflow find its artifacts",
         "rankzero relocate",

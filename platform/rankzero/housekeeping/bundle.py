@@ -1,4 +1,4 @@
-"""A whole run as one file, for another store: ``rankzero export --bundle`` and ``rankzero import``.
+"""A whole run for another store: ``rankzero export --bundle``, ``import`` and ``copy``.
 
 The file is a zip archive. The run's folder is the run: its journal is delivered again. The rest
 comes from MLflow: artifacts and models as they are, and the tags that people changed.
@@ -138,6 +138,25 @@ def read(file: Path, runs: Path, tracking_uri: str, *, offline: bool) -> RunFold
                 _deliver_what_mlflow_had(folder, aside / _MLFLOW / folder.path.name)
                 (folder.path / _UNFINISHED).unlink()
         return folders[0]
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def copy(folder: RunFolder, tracking_uri: str) -> str:
+    """Deliver a run and its children to another store; return the run's id there.
+
+    The run stays as it is. A second call delivers what is missing, and sets the tags again. Raises
+    UserError.
+    """
+    if tracking_uri == folder.identity.tracking_uri:
+        raise UserError(f"{folder.path.name} is in that store: name another one")
+    # Next to the runs, because a temporary folder may be too small for a run's checkpoints.
+    aside = removal.workplace(folder.path.parent, "copy")
+    try:
+        aside.mkdir()
+        write(folder, aside / "run.zip")
+        delivered = read(aside / "run.zip", aside / _RUNS, tracking_uri, offline=False)
+        return lookup.mlflow_id(delivered) or ""
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

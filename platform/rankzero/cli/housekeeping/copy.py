@@ -1,0 +1,27 @@
+"""``rankzero copy RUN --to URI``: a whole run into another MLflow, such as a team's server."""
+
+from __future__ import annotations
+
+import argparse
+
+from rankzero.catalog import lookup
+from rankzero.cli import options
+from rankzero.errors import FINISHED
+from rankzero.housekeeping import bundle
+from rankzero.redaction.text import url_without_secrets
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
+    options.add_run(parser)
+    store = "the MLflow that gets the run, as http://server:5000"
+    parser.add_argument("--to", metavar="URI", required=True, help=store)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; return its exit code."""
+    folder = lookup.require(arguments.dir / "runs", arguments.run_name)
+    run_id = bundle.copy(folder, arguments.to)
+    place = url_without_secrets(arguments.to)
+    print(f"{folder.path.name} is in {place}, too: its id there is {run_id}")
+    return FINISHED
