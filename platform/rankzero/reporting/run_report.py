@@ -261,7 +261,8 @@ def _setting(facts: Facts) -> str:
     # Keys without a dot are the experiment's own.
     own = [key for key in params if "." not in key]
     rows = [
-        (f"`{key}`", f"`{_inline(params[key])}`")
+        # Two backticks around nothing would be shown as they are.
+        (f"`{key}`", f"`{_inline(params[key]) or repr('')}`")
         for key in (*own, *_SETTINGS)
         if key in params and params[key] != "none"
     ]
