@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -81,6 +82,16 @@ def test_resume_that_is_stopped_early_leaves_the_run_unchanged(tmp_path: Path) -
     with pytest.raises(RunFailed, match="before it began; see"):
         without_rank_zero(run, stopped=False)
     assert (run.path / "run.json").exists()
+
+
+def test_folder_that_is_gone_after_a_training_fails_the_command(tmp_path: Path) -> None:
+    plan = launch_run.LaunchPlan(
+        make_folder(tmp_path), experiment_file.load(str(TINY))(), agent.Topology(1), tmp_path
+    )
+    shutil.rmtree(plan.folder.path)
+    for result in (agent.LaunchResult("FINISHED"), agent.LaunchResult("FAILED", "disk")):
+        with pytest.raises(RunFailed, match="is gone: move it back"):
+            launch_run._report_without_attempt(plan, result, Told(None), stopped=False)  # type: ignore[arg-type]
 
 
 def test_launch_that_never_began_leaves_no_run(tmp_path: Path) -> None:

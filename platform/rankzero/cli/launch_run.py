@@ -157,6 +157,9 @@ def _report_without_attempt(
     An end in the journal is then an earlier attempt's.
     """
     folder, resumable = plan.folder, _has_checkpoint(plan.folder)
+    if not folder.path.exists():
+        name = folder.path.name
+        raise RunFailed(f"{folder.path} is gone: move it back, then rankzero sync {name}")
     # Without its identity the folder is not listed as a run. Its logs stay for the user.
     if not (folder.events.exists() or resumable or any(folder.path.glob("system-node_*.jsonl"))):
         (folder.path / "run.json").unlink(missing_ok=True)
