@@ -1,6 +1,8 @@
-"""Digits with DeepSpeed's ZeRO-1, tracked.
+"""Digits with DeepSpeed's ZeRO, stage 1, 2 or 3, tracked.
 
-deepspeed experiments/integrations/deepspeed_digits.py [epochs]
+deepspeed experiments/integrations/deepspeed_digits.py [epochs] [--stage 3] [--name NAME]
+
+A second call with the same name continues from the last checkpoint.
 
 On two processes without GPUs: DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 …
 (or torchrun --nproc-per-node 2 …).
@@ -12,8 +14,9 @@ from pathlib import Path
 
 import deepspeed
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import rankzero
 from rankzero import Goal
@@ -25,49 +28,60 @@ from digits import Digits, convnet
 BATCH_SIZE = 64
 
 
-def settings(lr: float) -> dict:
+def settings(lr: float, stage: int) -> dict:
     return {
         "train_batch_size": BATCH_SIZE,
         # Without torch_adam, DeepSpeed compiles an optimizer of its own.
         "optimizer": {"type": "AdamW", "params": {"lr": lr, "torch_adam": True}},
-        "zero_optimization": {"stage": 1},
+        "zero_optimization": {"stage": stage},
     }
 
 
-def main(epochs: int) -> None:
+def accuracy(engine: deepspeed.DeepSpeedEngine, data: TensorDataset) -> Tensor:
+    """Return it on every rank: with stage 3, the forward pass needs all of them."""
+    images, labels = (tensor.to(engine.device) for tensor in data.tensors)
+    engine.eval()
+    with torch.no_grad():
+        return (engine(images).argmax(-1) == labels).float().mean()
+
+
+def main(epochs: int, stage: int, name: str | None) -> None:
     train, val = Digits().data()
-    config = settings(lr=3e-3)
+    config = settings(3e-3, stage)
     model = convnet(16)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )
     sampler = DistributedSampler(train, engine.world_size, engine.global_rank, drop_last=True)
     loader = DataLoader(train, BATCH_SIZE // engine.world_size, sampler=sampler, drop_last=True)
-    images, labels = (tensor.to(engine.device) for tensor in val.tensors)
-    step = 0
     goal = Goal("val/accuracy", "max", target=0.9)
-    with rankzero.track("deepspeed-digits", {**config, "epochs": epochs}, goal=goal) as run:
-        for epoch in range(epochs):
+    with rankzero.track(
+        "deepspeed-digits", {**config, "epochs": epochs}, name=name, goal=goal
+    ) as run:
+        # Each rank has a part of the state, so the ranks save and load it together.
+        folder = Path("deepspeed", name or "unnamed").resolve()
+        resumes = name is not None and folder.exists()
+        loaded, state = engine.load_checkpoint(folder) if resumes else (None, {})
+        first = state["epoch"] + 1 if loaded else 0
+        for epoch in range(first, epochs):
             sampler.set_epoch(epoch)
             engine.train()
-            for batch_images, batch_labels in loader:
-                loss = cross_entropy(
-                    engine(batch_images.to(engine.device)), batch_labels.to(engine.device)
-                )
+            for step, batch in enumerate(loader, epoch * len(loader) + 1):
+                batch_images, batch_labels = (tensor.to(engine.device) for tensor in batch)
+                loss = cross_entropy(engine(batch_images), batch_labels)
                 engine.backward(loss)
                 engine.step()
-                step += 1
                 run.log({"train/loss": loss}, step)
-            engine.eval()
-            with torch.no_grad():
-                accuracy = (engine(images).argmax(-1) == labels).float().mean()
-            # Rank 0 has all weights, but only its part of the optimizer.
-            # DeepSpeed's save_checkpoint would save all of the optimizer.
-            run.checkpoint({"model": engine.module.state_dict()}, step, {"val/accuracy": accuracy})
+            run.evaluated({"val/accuracy": accuracy(engine, val)}, step)
+            engine.save_checkpoint(folder, tag=f"epoch-{epoch}", client_state={"epoch": epoch})
+        run.log_artifact(folder / f"epoch-{epochs - 1}", "deepspeed")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("epochs", type=int, nargs="?", default=5)
+    parser.add_argument("--stage", type=int, default=1)
+    parser.add_argument("--name")
     parser.add_argument("--local_rank", help="what DeepSpeed's launcher adds")
-    main(parser.parse_args().epochs)
+    options = parser.parse_args()
+    main(options.epochs, options.stage, options.name)

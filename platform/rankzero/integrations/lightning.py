@@ -35,11 +35,21 @@ class RankZeroLogger(Logger):
     """Sends the metrics of a `LightningModule` to MLflow. `options`: those of `rankzero.track`.
 
     `prefix`: what the names of all metrics begin with, as ``prefix-name``.
+    `log_checkpoints`: whether MLflow also gets each checkpoint that Lightning's `ModelCheckpoint`
+    saves, also a sharded one. Rank 0 must see the files of all ranks, and copies them.
     """
 
-    def __init__(self, experiment: str = "lightning", *, prefix: str = "", **options: Any) -> None:
+    def __init__(
+        self,
+        experiment: str = "lightning",
+        *,
+        prefix: str = "",
+        log_checkpoints: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__()
         self._experiment, self._prefix = experiment, f"{prefix}-" if prefix else ""
+        self._log_checkpoints = log_checkpoints
         self.deferred_run = DeferredRun(experiment, **options)
         """Shared with `RankZeroCallback`."""
 
@@ -71,6 +81,13 @@ class RankZeroLogger(Logger):
         """Log metrics at a step."""
         values = {f"{self._prefix}{name}": metrics[name] for name in metrics if name != "epoch"}
         self.deferred_run.log(values, step)
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Copy the checkpoint that was saved just now. Lightning calls it on rank 0."""
+        if self._log_checkpoints:
+            # A public name exists only for the best checkpoint, and for one that is called last.
+            saved = checkpoint_callback._last_checkpoint_saved
+            self.deferred_run.begin().log_artifact(saved, "checkpoints")
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
