@@ -4,8 +4,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed-$(shell cksum < requirements.lock | cut -d' ' -f1)
 
 .PHONY: setup demo test test-slow test-cluster test-integrations docs torture soak fuzz check lint audit format bench lock tables clean
-.PHONY: test-with-integrations test-with-keras test-with-deepspeed test-with-ray test-contracts
-.PHONY: environment-integrations environment-keras environment-deepspeed environment-ray
+.PHONY: test-with-integrations test-with-keras test-with-deepspeed test-with-ray test-with-composer test-contracts
+.PHONY: environment-integrations environment-keras environment-deepspeed environment-ray environment-composer
 
 setup: $(STAMP)
 
@@ -37,21 +37,25 @@ test-slow: setup
 test-cluster: setup
 	$(BIN)/pytest -m cluster
 
-# The adapters against the real frameworks, which are extras. TensorFlow, DeepSpeed and Ray have environments of their own:
+# The adapters against the real frameworks, which are extras. TensorFlow, DeepSpeed, Ray and Composer have environments of their own:
 # whoever finds them imports them, too. What needs Debian's openmpi-bin or a C++ compiler says so where it is skipped.
-FRAMEWORKS := integrations keras deepspeed ray
+FRAMEWORKS := integrations keras deepspeed ray composer
 EXTRAS_integrations := metrics,streams,lightning,transformers,accelerate,ignite
 EXTRAS_keras := keras
 EXTRAS_deepspeed := deepspeed
 EXTRAS_ray := ray
+# No extra: it asks for older versions of these, such as PyTorch below 2.7.1. It runs with those of the lock.
+PACKAGES_composer := mosaicml==0.32.1
+NEWER_composer := torch|torchvision|pillow|importlib-metadata|packaging|numpy
 
 test-integrations: $(FRAMEWORKS:%=test-with-%)
 
 $(FRAMEWORKS:%=environment-%): environment-%: setup
 	grep -E '^[a-z].*==' requirements.lock | sed 's/ \\$$//' > .venv/constraints-$*.txt
+	sed -nE '/^($(or $(NEWER_$*),none))==/p' .venv/constraints-$*.txt > .venv/overrides-$*.txt
 	$(BIN)/uv --quiet venv --clear --python $(BIN)/python .venv-$*
 	$(BIN)/uv --quiet pip install --compile-bytecode --python .venv-$*/bin/python --constraint .venv/constraints-$*.txt \
-	    --editable ".[$(EXTRAS_$*)]" hypothesis ipython omegaconf pytest pytest-randomly pytest-timeout
+	    --override .venv/overrides-$*.txt --editable ".[$(EXTRAS_$*)]" $(PACKAGES_$*) hypothesis ipython omegaconf pytest pytest-randomly pytest-timeout
 
 $(FRAMEWORKS:%=test-with-%): test-with-%: environment-%
 	.venv-$*/bin/python -m pytest tests/frameworks
