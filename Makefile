@@ -4,8 +4,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed-$(shell cksum < requirements.lock | cut -d' ' -f1)
 
 .PHONY: setup demo test test-slow test-cluster test-integrations docs torture soak fuzz check lint audit format bench lock tables clean
-.PHONY: test-with-integrations test-with-keras test-with-deepspeed test-with-ray test-with-composer test-contracts
-.PHONY: environment-integrations environment-keras environment-deepspeed environment-ray environment-composer
+.PHONY: test-with-integrations test-with-keras test-with-deepspeed test-with-ray test-with-composer test-with-horovod test-contracts
+.PHONY: environment-integrations environment-keras environment-deepspeed environment-ray environment-composer environment-horovod
 
 setup: $(STAMP)
 
@@ -50,7 +50,7 @@ NEWER_composer := torch|torchvision|pillow|importlib-metadata|packaging|numpy
 
 test-integrations: $(FRAMEWORKS:%=test-with-%)
 
-$(FRAMEWORKS:%=environment-%): environment-%: setup
+environment-horovod $(FRAMEWORKS:%=environment-%): environment-%: setup
 	grep -E '^[a-z].*==' requirements.lock | sed 's/ \\$$//' > .venv/constraints-$*.txt
 	sed -nE '/^($(or $(NEWER_$*),none))==/p' .venv/constraints-$*.txt > .venv/overrides-$*.txt
 	$(BIN)/uv --quiet venv --clear --python $(BIN)/python .venv-$*
@@ -59,6 +59,19 @@ $(FRAMEWORKS:%=environment-%): environment-%: setup
 
 $(FRAMEWORKS:%=test-with-%): test-with-%: environment-%
 	.venv-$*/bin/python -m pytest tests/frameworks
+
+# Horovod, compiled for CPUs: five minutes, with Debian's g++ and cmake. Its sources are of 2023, so three words change: PyTorch needs C++20,
+# has no torch.torch any more, and finds a CUDA that is not all there.
+PACKAGES_horovod := setuptools wheel cloudpickle psutil pyyaml packaging cffi
+HOROVOD := .suites/horovod-0.28.1
+
+test-with-horovod: environment-horovod
+	PYTHONPATH=tests $(BIN)/python -c 'from frameworks.contracts.suites import *; fetch(Sdist(), "horovod", "0.28.1", Path(".suites"))'
+	sed -i 's/CMAKE_CXX_STANDARD 14/CMAKE_CXX_STANDARD 20/' $(HOROVOD)/CMakeLists.txt $(HOROVOD)/horovod/torch/CMakeLists.txt
+	sed -i 's/torch\.torch\./torch./; s/CUDA_HOME is not None/False/' $(HOROVOD)/cmake/Modules/FindPytorch.cmake
+	HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1 HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 CMAKE_POLICY_VERSION_MINIMUM=3.5 \
+	    $(BIN)/uv --quiet pip install --no-build-isolation --no-deps --python .venv-horovod/bin/python ./$(HOROVOD)
+	.venv-horovod/bin/python -m pytest tests/frameworks/test_horovod.py
 
 # The frameworks' own tests with our adapters in them. It fetches what no wheel contains: sdists, and clones of two repositories.
 # ARGS="ignite --suite lightning=CLONE": some of them, and a clone that is here already.

@@ -26,7 +26,7 @@ class Sdist:
 
 @dataclass(frozen=True)
 class Repository:
-    """Only the repository has the tests, at a tag of each version."""
+    """Only a repository has it, at a tag of each version or at a commit."""
 
     url: str
     tag: str
@@ -101,20 +101,28 @@ def find(suite: Suite, python: Path, cache: Path) -> Path:
     )
     if isinstance(suite.source, Installed):
         return Path(_output(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"))
+    return fetch(suite.source, name, version, cache)
+
+
+def fetch(source: Sdist | Repository, name: str, version: str, cache: Path) -> Path:
+    """Return the folder of sources, which it fetches once. Raises NoSuite."""
     target = cache / f"{name}-{version}"
     if not target.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
-            found = _fetched(suite.source, name, version, Path(folder))
+            found = _fetched(source, name, version, Path(folder))
             found.rename(target)
     return target
 
 
 def _fetched(source: Sdist | Repository, name: str, version: str, folder: Path) -> Path:
     if isinstance(source, Repository):
-        tag = source.tag.format(version)
-        _output("git", "clone", "-q", "--depth", "1", "--branch", tag, source.url, folder / "suite")
-        return folder / "suite"
+        suite, tag = folder / "suite", source.tag.format(version)
+        _output("git", "init", "-q", suite)
+        # Unlike `git clone --branch`, it also takes a commit.
+        _output("git", "-C", suite, "fetch", "-q", "--depth", "1", source.url, tag)
+        _output("git", "-C", suite, "checkout", "-q", "FETCH_HEAD")
+        return suite
     _output(
         *(sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"),
         *("--no-deps", "--no-binary", name, "--dest", folder, f"{name}=={version}"),
