@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed-$(shell cksum < requirements.lock | cut -d' ' -f1)
 
 .PHONY: setup demo test test-slow test-cluster test-integrations docs torture soak fuzz check lint audit format bench lock tables clean
-.PHONY: test-with-integrations test-with-keras test-with-deepspeed test-with-ray test-with-composer test-with-horovod test-contracts
+.PHONY: test-with-integrations test-with-keras test-with-deepspeed test-with-ray test-with-composer test-with-horovod test-contracts test-scripts
 .PHONY: environment-integrations environment-keras environment-deepspeed environment-ray environment-composer environment-horovod
 
 setup: $(STAMP)
@@ -77,6 +77,10 @@ test-with-horovod: environment-horovod
 # ARGS="ignite --suite lightning=CLONE": some of them, and a clone that is here already.
 test-contracts: environment-integrations environment-keras
 	PYTHONPATH=tests $(BIN)/python -m frameworks.contracts $(ARGS)
+
+# Training scripts that others wrote, with a few lines of ours: docs/migration.md. It clones four repositories into .suites, by commit.
+test-scripts: environment-integrations
+	RANKZERO_SCRIPTS=1 .venv-integrations/bin/python -m pytest tests/frameworks/test_scripts.py
 
 # The documentation's site, into site/.
 docs: setup
