@@ -6,6 +6,7 @@ import contextlib
 import os
 import pty
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,13 @@ def test_who_serves_the_rendezvous() -> None:
 def test_machines_that_cannot_meet(asked: Machines, says: str) -> None:
     with pytest.raises(UserError, match=says):
         meet(asked, name_seconds=0.01)
+
+
+def test_a_machine_waits_for_a_name_as_long_as_for_the_others() -> None:
+    begun = time.monotonic()
+    with pytest.raises(UserError, match="no machine is called"):
+        meet(Machines(2, 2, "nobody.invalid:7", settings={"join_timeout": "0.1"}))
+    assert time.monotonic() - begun < 30  # without the setting, it waits for a minute
 
 
 def test_fewer_machines_than_the_most_begin(tmp_path: Path) -> None:

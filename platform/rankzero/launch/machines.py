@@ -91,7 +91,9 @@ def meet(
     if machines.alone:
         return machines
     host, port = _divided(machines.endpoint)
-    source, target = _route(host, port, 0.0 if number == 0 else name_seconds)
+    # Kubernetes gives the first pod a name as it starts: another may have waited for long by then.
+    patience = float(machines.settings.get("join_timeout", name_seconds))
+    source, target = _route(host, port, 0.0 if number == 0 else patience)
     serves = source == target or _is_loopback(target) if number is None else number == 0
     settings, endpoint = dict(machines.settings), machines.endpoint
     if unknown := settings.keys() - _SETTINGS:
