@@ -111,6 +111,8 @@ lint: setup
 	$(BIN)/mypy
 	MYPYPATH=platform:tests:benchmarks:benchmarks/gpu:experiments $(BIN)/mypy --explicit-package-bases benchmarks/*.py benchmarks/gpu/*.py tests/torture/*.py tests/torture/scenarios/*.py tests/crash_points/*.py
 	$(BIN)/lint-imports
+	$(BIN)/hadolint deploy/Dockerfile
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec deploy/compose.yaml
 
 # Known vulnerabilities of what the lock names; asks the advisory database, so it needs the network and is not part of CI.
 audit: setup
