@@ -10,6 +10,7 @@ pytest_plugins = [
     "support.slurm",
     "support.stores",
     "support.training",
+    "support.two_machines",
     "support.webhook",
 ]
 if importlib.util.find_spec("xdist"):  # the environments of the frameworks have none

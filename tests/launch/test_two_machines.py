@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,15 +13,6 @@ import pytest
 from support.two_machines import NAMESPACES, SCRIPT
 
 ENDPOINTS = ("10.77.0.1:29400", "first:29401", "[fd77::1]:29402")
-
-
-@pytest.fixture
-def namespaces() -> None:
-    tried = (*NAMESPACES, "ip link add eth0 type veth peer name eth1")
-    if not (shutil.which("unshare") and shutil.which("ip")):
-        pytest.skip("two machines: this system has no unshare or no ip")
-    if (made := subprocess.run(tried, check=False, capture_output=True, text=True)).returncode:
-        pytest.skip(f"two machines: this user may not make namespaces ({made.stderr.strip()})")
 
 
 @pytest.mark.slow

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -47,6 +50,16 @@ $inside ip address add 10.77.0.2/24 dev eth0
 wait $second
 """
 NAMESPACES = ("unshare", "--user", "--map-root-user", "--net", "--uts", "--mount", "bash", "-c")
+
+
+@pytest.fixture
+def namespaces() -> None:
+    """Skip the test where this user may not make namespaces."""
+    tried = (*NAMESPACES, "ip link add eth0 type veth peer name eth1")
+    if not (shutil.which("unshare") and shutil.which("ip")):
+        pytest.skip("two machines: this system has no unshare or no ip")
+    if (made := subprocess.run(tried, check=False, capture_output=True, text=True)).returncode:
+        pytest.skip(f"two machines: this user may not make namespaces ({made.stderr.strip()})")
 
 
 def add_up(name: str) -> str:

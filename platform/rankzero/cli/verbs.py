@@ -25,7 +25,7 @@ VERBS = {
     ),
     "train": Verb("run an experiment, tracked", f"rankzero train {_DIGITS} --nproc 2 lr=1e-2"),
     "submit": Verb(
-        "queue a training as a job of Slurm, which continues after its time limit",
+        "make a training a job of Slurm or Kubernetes, which continues after a stop",
         f"rankzero submit --slurm {_DIGITS} lr=1e-2 -- --nodes 2 --time 8:00:00",
     ),
     "resume": Verb(

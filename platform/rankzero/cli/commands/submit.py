@@ -1,89 +1,95 @@
-"""``rankzero submit --slurm EXP [key=value…] -- SBATCH OPTIONS``: queue a training as a job."""
+"""``rankzero submit --slurm|--kubernetes EXP [key=value…]``: a training as a cluster's job."""
 
 from __future__ import annotations
 
 import argparse
-import shlex
-import shutil
-import subprocess
-import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 from rankzero import config, experiment_file
 from rankzero.cli import options
 from rankzero.cli.commands import train
-from rankzero.errors import FINISHED, RESUMABLE, UserError
+from rankzero.cli.submit import kubernetes, slurm
+from rankzero.cli.submit.kubernetes import Pods
+from rankzero.errors import FINISHED, UserError
 from rankzero.launch.request import with_changes
 
-_OWN = ("--slurm", "--dry-run")
-# A step signals the command on each machine, which saves a checkpoint and ends.
-_SCRIPT = """\
-#!/bin/sh
-# Written by `rankzero submit`. Slurm queues the job again if it stops with a new checkpoint.
-#SBATCH --job-name={name}
-#SBATCH --open-mode=append
-#SBATCH --requeue
-#SBATCH --ntasks-per-node=1
-#SBATCH --signal=TERM@120
-#SBATCH {options}
-
-saved() {{ ls {checkpoints} 2>/dev/null; }}
-before=$(saved)
-srun --kill-on-bad-exit=0 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}} \\
-    {command}
-code=$?
-if [ "$code" -eq {resumable} ] && [ "$(saved)" != "$before" ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-elif [ "$code" -eq {resumable} ]; then
-    echo "stopped without a new checkpoint, so not queued again: give the job more --time" >&2
-fi
-exit "$code"
-"""
+_PODS = ("image", "gpus", "cpus", "memory", "claim", "secret")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    to = "as a job of Slurm; the words after -- are options of sbatch"
-    parser.add_argument("--slurm", action="store_true", help=to)
-    parser.add_argument("--dry-run", action="store_true", help="print the job's script only")
+    _add_own(parser)
     train.add_arguments(parser)
 
 
+def _add_own(parser: argparse.ArgumentParser) -> None:
+    """Add what `rankzero train` does not have."""
+    where = parser.add_argument_group("where the job runs").add_mutually_exclusive_group()
+    to = "as a job of Slurm; the words after -- are options of sbatch"
+    where.add_argument("--slurm", action="store_true", help=to)
+    to = "as a job of Kubernetes: print its manifest, for kubectl apply -f -"
+    where.add_argument("--kubernetes", action="store_true", help=to)
+    parser.add_argument("--dry-run", action="store_true", help="print the job's script only")
+    add = parser.add_argument_group(
+        "with --kubernetes; --nnodes is the number of pods"
+    ).add_argument
+    add("--image", help="the image of the pods, with RankZero and the experiment's file")
+    add("--gpus", type=int, metavar="N", help="GPUs of each pod (default: none)")
+    add("--cpus", metavar="N", help="cores of each pod, such as 16 or 500m")
+    add("--memory", metavar="SIZE", help="memory of each pod, such as 64Gi")
+    add("--claim", metavar="NAME", help="the PersistentVolumeClaim for the runs' folder")
+    variables = "the Secret with variables of the pods, such as MLFLOW_TRACKING_URI"
+    add("--secret", metavar="NAME", help=variables)
+
+
 def run(arguments: argparse.Namespace) -> int:
-    if not arguments.slurm:
-        raise UserError("say where the job shall run: rankzero submit --slurm EXP")
-    if arguments.nnodes is not None or arguments.rdzv_endpoint:
-        raise UserError("a job knows its machines: give sbatch their number, -- --nodes 2")
+    if not (arguments.slurm or arguments.kubernetes):
+        raise UserError(
+            "say where the job shall run: rankzero submit --slurm EXP, or --kubernetes EXP"
+        )
     # A mistake would otherwise appear only when the job begins, which may take days.
     changes = config.parse_assignments(arguments.settings)
     with_changes(experiment_file.load(arguments.experiment)(), changes)
     name = options.run_name(arguments)
-    words = [word for word in arguments.words if word not in _OWN]
+    own = argparse.ArgumentParser(add_help=False)
+    _add_own(own)
+    _, words = own.parse_known_args(arguments.words)
     words += [] if arguments.run_name else ["--name", name]
     words += [] if arguments.resume_if_there else ["--resume-if-there"]
+    return (_slurm if arguments.slurm else _kubernetes)(arguments, name, words)
+
+
+def _slurm(arguments: argparse.Namespace, name: str, words: list[str]) -> int:
+    if arguments.nnodes is not None or arguments.rdzv_endpoint:
+        raise UserError("a job knows its machines: give sbatch their number, -- --nodes 2")
+    if foreign := [option for option in _PODS if getattr(arguments, option) is not None]:
+        raise UserError(
+            f"--{foreign[0]} is for --kubernetes: give sbatch its own options, after --"
+        )
     checkpoints = arguments.dir.absolute() / "runs" / name / "checkpoints"
-    script = slurm_script(name, words, arguments.after, checkpoints)
+    script = slurm.script(name, words, arguments.after, checkpoints)
     if arguments.dry_run:
         print(script, end="")
         return FINISHED
-    if (sbatch := shutil.which("sbatch")) is None:
-        raise UserError("this machine has no sbatch: submit on a machine of the Slurm cluster")
-    done = subprocess.run(
-        [sbatch, "--parsable"], input=script, text=True, capture_output=True, check=False
-    )
-    if done.returncode:
-        raise UserError(f"sbatch refused the job: {done.stderr.strip()}")
-    job = done.stdout.split(";")[0].strip()
+    job = slurm.submit(script)
     print(f"{name} is job {job}: squeue --job {job} shows its state, slurm-{job}.out its output")
     return FINISHED
 
 
-def slurm_script(name: str, words: Sequence[str], options: Sequence[str], checkpoints: Path) -> str:
-    """Return the job's script. `words`: of `rankzero train`. `options`: of sbatch."""
-    return _SCRIPT.format(
-        name=shlex.quote(name),
-        options=shlex.join(options),
-        checkpoints=shlex.quote(str(checkpoints)),
-        command=shlex.join([sys.executable, "-m", "rankzero", "train", *words]),
-        resumable=RESUMABLE,
-    ).replace("#SBATCH \n", "")
+def _kubernetes(arguments: argparse.Namespace, name: str, words: list[str]) -> int:
+    if arguments.after:
+        raise UserError("--kubernetes takes no words after --: change the manifest instead")
+    if arguments.rdzv_endpoint:
+        raise UserError("a job knows where its pods meet: --nnodes N, without --rdzv-endpoint")
+    if any(word.startswith("--di") for word in words):
+        raise UserError("the runs' folder of the pods is on a claim: --claim NAME instead of --dir")
+    if not arguments.image:
+        raise UserError("--kubernetes needs --image, with RankZero and the experiment's file")
+    delivers = (arguments.tracking_uri or arguments.secret) and not arguments.offline
+    if not (arguments.claim or delivers):
+        raise UserError(
+            "a pod's disk is lost with it: keep the runs on a --claim NAME, or in MLflow, with "
+            "--tracking-uri or a --secret NAME that has MLFLOW_TRACKING_URI"
+        )
+    _, most = arguments.nnodes or (1, 1)
+    pods = Pods(count=most, **{option: getattr(arguments, option) for option in _PODS})
+    print(kubernetes.manifest(name, words, pods), end="")
+    return FINISHED
