@@ -174,7 +174,9 @@ def _unpack(file: Path, aside: Path) -> list[str]:
             named = fields["runs"] if fields["version"] == 1 else []
             if not named or not all(map(names.is_plain, named)) or len({*named}) < len(named):
                 raise ValueError("its list of runs is of another version, or damaged")
-            _require_space(sum(one.file_size for one in members), aside.parent)
+            free = shutil.disk_usage(aside.parent).free
+            if (needed := sum(one.file_size for one in members)) > free:
+                raise ValueError(f"it needs {needed:,} bytes, and {aside.parent} has {free:,}")
             for one in members:
                 target = aside / _plain(one, named)
                 if _is_local(target.name) and target.parent.parent == aside / _RUNS:
@@ -273,12 +275,6 @@ def _mlflow_fields(source: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"the bundle's {_MLFLOW}.json is damaged: {error!r}") from error
     return {"tags": {key: tags[key] for key in tags.keys() - set(_OWN_TAGS)}, "models": models}
-
-
-def _require_space(needed: int, folder: Path) -> None:
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise ValueError(f"it needs {needed:,} bytes, and {folder} has {free:,}")
 
 
 def _files(folder: Path) -> Iterator[Path]:

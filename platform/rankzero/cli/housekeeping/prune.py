@@ -42,7 +42,12 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.dry_run and (left := removal.tidy(runs)):
         print(f"freed {size_text(left)} that a killed command left")
     if arguments.deleted:
-        _ask_servers(keeper, lookup.listed(runs))
+        ended = [one.folder for one in lookup.listed(runs) if not one.lives]
+        try:
+            keeper.mark_deleted_on_servers(ended)
+        except Exception as error:  # deleted runs of other stores can be freed nevertheless
+            why = line_without_secrets(reason(error))
+            print(f"MLflow does not say what is deleted there: {why}")
     known = lookup.listed(runs, among_deleted=arguments.deleted)
     chosen = _chosen(known, best, age, arguments.experiment)
     able = [one.folder for one in chosen if _may_go(keeper, one)]
@@ -107,13 +112,6 @@ def _may_go(keeper: Housekeeper, one: Summary) -> bool:
     if why is not None:
         print(f"kept: {one.name}: {why}")
     return why is None
-
-
-def _ask_servers(keeper: Housekeeper, known: Sequence[Summary]) -> None:
-    try:
-        keeper.mark_deleted_on_servers([one.folder for one in known if not one.lives])
-    except Exception as error:  # deleted runs of other stores can be freed nevertheless
-        print(line_without_secrets(f"MLflow does not say what is deleted there: {reason(error)}"))
 
 
 def _free(keeper: Housekeeper, folders: Sequence[RunFolder], *, yes: bool) -> int:

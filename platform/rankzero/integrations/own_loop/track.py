@@ -67,7 +67,8 @@ def track(
     if not mine.first:
         return NullTrackedRun()
     # A wrong config must fail before anything is on the disk.
-    params = {**params_of(config), **_goal_params(goal)}
+    goals = {} if goal is None else {f"goal.{k}": value for k, value in params_of(goal).items()}
+    params = {**params_of(config), **goals}
     root = root_of(folder).absolute()
     uri = uris.resolve_tracking_uri(tracking_uri, os.environ, root)
     offline = is_offline(offline)
@@ -75,9 +76,8 @@ def track(
         uris.prepare_store(uri)
         drivers.require_place(uri, uris.artifact_root(uri), experiment)
     identity = _identity(experiment, name, uri, root / "runs")
-    open_log = functools.partial(_open_log, root / "runs", mine, offline=offline)
     return TrackedRun(
-        open_log,
+        functools.partial(_open_log, root / "runs", mine, offline=offline),
         identity,
         goal or Goal(),
         keep,
@@ -85,10 +85,6 @@ def track(
         offline=offline,
         named=name is not None,
     )
-
-
-def _goal_params(goal: Goal | None) -> dict[str, str]:
-    return {} if goal is None else {f"goal.{k}": value for k, value in params_of(goal).items()}
 
 
 def _identity(experiment: str, name: str | None, uri: str, runs: Path) -> Identity:

@@ -69,7 +69,7 @@ class Checkpoints:
     ) -> list[Event]:
         """Copy `state`, start writing it, and return the events of the checkpoint before.
 
-        A state with a value that could not be loaded again is not written.
+        A state that could not be loaded again is not written. That counts as a failed write.
         """
         start = time.perf_counter()
         events = self.finish()
@@ -78,7 +78,6 @@ class Checkpoints:
         try:
             copy = self._copier.copy(dict(state))
         except UserError as error:
-            # It is reported as a write that failed is, and the training continues.
             self._error, self._last = error, (PendingCopy({}, []), step, dict(metrics), best)
             self._notice(str(self.failure))
             return events
