@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
 import threading
 import time
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -35,36 +32,6 @@ def test_a_thread_that_never_ends_does_not_keep_a_rank_alive() -> None:
     rank.start()
     rank.join(60)
     assert rank.exitcode == 7
-
-
-def rank_that_has_ended(pipe: Any, looks: int) -> None:
-    worker._exit_in_time(0, pipe.recv(), seconds=0.1, looks=looks)
-    time.sleep(600)
-
-
-@pytest.mark.parametrize("continues", [True, False])
-def test_a_rank_that_stays_stopped_after_the_training_is_killed(continues: bool) -> None:
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    looks = 600 if continues else 2
-    ended = context.Process(target=rank_that_has_ended, args=(theirs, looks))
-    other = context.Process(target=time.sleep, args=(600,))
-    for process in (ended, other):
-        process.start()
-    os.kill(other.pid or 0, signal.SIGSTOP)
-    while psutil.Process(other.pid).status() != psutil.STATUS_STOPPED:
-        time.sleep(0.01)
-    ours.send({0: ended.pid, 1: other.pid})
-    ended.join(1.0)
-    assert ended.is_alive()
-    if continues:
-        os.kill(other.pid or 0, signal.SIGCONT)
-    ended.join(30)
-    assert ended.exitcode == 0
-    other.join(0.0 if continues else 30)
-    assert other.exitcode == (None if continues else -signal.SIGKILL)
-    other.kill()
-    other.join()
 
 
 def request(environment: dict[str, str]) -> JobRequest:

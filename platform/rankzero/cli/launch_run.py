@@ -236,6 +236,8 @@ def _report(plan: LaunchPlan, result: agent.LaunchResult, console: Console) -> i
         logs = plan.folder.path / "logs"
         raise RunFailed(f"the run ended without a record of it{why}; see {logs}")
     console.result(ended)
+    if ended.status == "FINISHED" and result.status == "FAILED":
+        console.notice(f"after the training, {result.reason}")
     # A killed rank could not say so in the journal. The launcher knows its exit code.
     if ended.status == "FAILED":
         raise RunFailed(ended.reason + (f" ({result.reason})" if result.killed_by else ""))

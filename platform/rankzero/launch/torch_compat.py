@@ -22,6 +22,8 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
+from rankzero.launch import stopped_workers
+
 POLL_SECONDS = 0.01
 
 
@@ -79,6 +81,7 @@ class ObservedAgent(LocalElasticAgent):
         self._joined(worker_group.group_rank or 0)
         ids: dict[int, Any] = super()._start_workers(worker_group)
         self._observer.started(list(ids.values()))
+        stopped_workers.watch(list(ids.values()))
         return ids
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:

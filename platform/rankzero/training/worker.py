@@ -9,10 +9,8 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from rankzero import config, experiment_file
@@ -31,7 +29,7 @@ from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints, unlogged
 from rankzero.training.data import digest, sets, stream
 from rankzero.training.distributed import device
-from rankzero.training.distributed.watchdog import SETUP_SECONDS, Watchdog, stopped_ranks
+from rankzero.training.distributed.watchdog import SETUP_SECONDS, Watchdog
 from rankzero.training.distributed.world import World, join
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.launcher_death import end_with_launcher
@@ -46,8 +44,6 @@ from rankzero.training.stop import EvaluationInterrupted, StopCode, StopRequest,
 INTERRUPTED = 128 + signal.SIGINT
 # Seconds that a rank may take to exit after its work, before it ends itself.
 EXIT_SECONDS = 20.0
-# Looks, a second apart, at a rank that somebody has stopped after its work, before it is killed.
-STOPPED_LOOKS = 40
 
 
 @unblocks_itself
@@ -62,9 +58,8 @@ def main(request: JobRequest) -> str:
         end_with_launcher(stop)
         with contextlib.ExitStack() as watched, join(ranks, device.choose(ranks)) as world:
             stop.is_training = True
-            processes = world.local_processes()
-            status = attempt(request, world, stop, watched, processes).status
-        _exit_in_time(0, processes)
+            status = attempt(request, world, stop, watched).status
+        _exit_in_time(0)
         return status
     except BaseException as error:
         _exit_in_time(1)
@@ -78,45 +73,20 @@ def main(request: JobRequest) -> str:
         stop.is_training = False
 
 
-def _exit_in_time(
-    code: int,
-    processes: Mapping[int, int] = MappingProxyType({}),
-    seconds: float = EXIT_SECONDS,
-    looks: int = STOPPED_LOOKS,
-) -> None:
-    """End this rank in `seconds`, also if the user's code left a thread that never ends.
-
-    `processes`: the process ids of this machine's ranks. One that is stopped for `looks` seconds
-    more is killed, because the launcher waits for all ranks, and their work is done.
-    """
-
-    def end() -> None:
-        time.sleep(seconds)
-        # Looks, and not a clock: somebody may stop and continue all ranks at once.
-        for _ in range(looks):
-            if not stopped_ranks(processes):
-                break
-            time.sleep(1.0)
-        for rank in stopped_ranks(processes):
-            print(f"rank {rank} stayed stopped after the training, so it was killed", flush=True)
-            os.kill(processes[rank], signal.SIGKILL)
-        os._exit(code)
-
+def _exit_in_time(code: int, seconds: float = EXIT_SECONDS) -> None:
+    """End this rank in `seconds`, also if the user's code left a thread that never ends."""
     # A process of the user's own, such as a notebook, goes on after a training.
     if multiprocessing.parent_process() is not None:
-        threading.Thread(target=end, name="exit", daemon=True).start()
+        timer = threading.Timer(seconds, os._exit, (code,))
+        timer.name, timer.daemon = "exit", True
+        timer.start()
 
 
 def attempt(
-    request: JobRequest,
-    world: World,
-    stop: StopRequest,
-    watched: contextlib.ExitStack,
-    processes: Mapping[int, int],
+    request: JobRequest, world: World, stop: StopRequest, watched: contextlib.ExitStack
 ) -> AttemptOutcome:
     """Train once, tracked, in processes that have joined each other. Collective.
 
-    `processes`: the process ids of this machine's ranks.
     A watchdog runs until `watched` is closed: leaving the process group may hang too.
     """
     # Rank 0's settings and identity count. Another machine's command may have been given others.
@@ -132,7 +102,7 @@ def attempt(
         [lambda failure: failures.write(failure, log.folder.failures), world.report_failure],
         # For data that take longer than half an hour to arrive, and for tests.
         setup_seconds=float(os.environ.get("RANKZERO_SETUP_SECONDS") or SETUP_SECONDS),
-        local_processes=processes,
+        local_processes=world.local_processes(),
     )
     watched.enter_context(watchdog.watching())
     world.extend_timeouts()
