@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import shutil
@@ -71,15 +72,19 @@ class Sample:
     files: int
 
 
+def means(samples: Sequence[Sample], field: str) -> list[float]:
+    """Return the means of a field in equal parts of the time."""
+    ends = [len(samples) * n // PARTS for n in range(PARTS + 1)]
+    parts = [samples[begin:end] for begin, end in itertools.pairwise(ends)]
+    return [statistics.fmean(getattr(one, field) for one in part) for part in parts if part]
+
+
 def slope(samples: Sequence[Sample], field: str) -> dict[str, float]:
     """Return the change of a field in an hour, with the ends of its 95 % interval."""
-    parts = [
-        samples[len(samples) * n // PARTS : len(samples) * (n + 1) // PARTS] for n in range(PARTS)
-    ]
-    if not all(parts):
+    hours = [seconds / 3600 for seconds in means(samples, "seconds")]
+    values = means(samples, field)
+    if len(values) < PARTS:
         return {"an_hour": math.nan, "low": math.nan, "high": math.nan}
-    hours = [statistics.fmean(one.seconds for one in part) / 3600 for part in parts]
-    values = [statistics.fmean(getattr(one, field) for one in part) for part in parts]
     line = statistics.linear_regression(hours, values)
     residuals = [
         value - line.intercept - line.slope * hour
@@ -122,6 +127,7 @@ class Watch:
             found[role] = {
                 "processes": len(set(pids)),
                 "megabytes": {"first": later[0].megabytes, "last": later[-1].megabytes},
+                "megabytes_by_tenths": means(later, "megabytes"),
                 "megabytes_an_hour": slope(later, "megabytes"),
                 "files": {"first": later[0].files, "last": later[-1].files},
                 "most_files": max(one.files for one in later),
