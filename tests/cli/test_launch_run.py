@@ -36,6 +36,9 @@ class Told:
     def notice(self, text: str) -> None:
         self.notices.append(text)
 
+    def result(self, ended: RunEnded) -> None:
+        self.ended = ended
+
     @contextlib.contextmanager
     def status(self, text: str) -> Iterator[None]:
         yield
@@ -90,8 +93,21 @@ def test_folder_that_is_gone_after_a_training_fails_the_command(tmp_path: Path) 
     )
     shutil.rmtree(plan.folder.path)
     for result in (agent.LaunchResult("FINISHED"), agent.LaunchResult("FAILED", "disk")):
-        with pytest.raises(RunFailed, match="is gone: move it back"):
+        with pytest.raises(RunFailed, match="deleted during the training: move it back"):
             launch_run._report_without_attempt(plan, result, Told(None), stopped=False)  # type: ignore[arg-type]
+
+
+def test_a_rank_that_was_killed_after_the_training_is_named(folder: RunFolder) -> None:
+    console = Told(None)
+    plan = launch_run.LaunchPlan(
+        folder, experiment_file.load(str(TINY))(), agent.Topology(2), folder.path.parent
+    )
+    for result in (
+        agent.LaunchResult("FINISHED"),
+        agent.LaunchResult("FAILED", "rank 1 was killed by SIGKILL", -9, signal.SIGKILL),
+    ):
+        assert launch_run._report(plan, result, console) == 0  # type: ignore[arg-type]
+    assert console.notices == ["after the training, rank 1 was killed by SIGKILL"]
 
 
 def test_launch_that_never_began_leaves_no_run(tmp_path: Path) -> None:

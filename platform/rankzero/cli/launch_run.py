@@ -159,7 +159,8 @@ def _report_without_attempt(
     folder, resumable = plan.folder, _has_checkpoint(plan.folder)
     if not folder.path.exists():
         name = folder.path.name
-        raise RunFailed(f"{folder.path} is gone: move it back, then rankzero sync {name}")
+        why = f"{folder.path} was moved or deleted during the training"
+        raise RunFailed(f"{why}: move it back, then rankzero sync {name}")
     # Without its identity the folder is not listed as a run. Its logs stay for the user.
     if not (folder.events.exists() or resumable or any(folder.path.glob("system-node_*.jsonl"))):
         (folder.path / "run.json").unlink(missing_ok=True)

@@ -28,7 +28,8 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     to = "as a job of Kubernetes: print its manifest, for kubectl apply -f -"
     where.add_argument("--kubernetes", action="store_true", help=to)
     parser.add_argument("--dry-run", action="store_true", help="print the job's script only")
-    add = parser.add_argument_group("with --kubernetes, --nnodes: the number of pods").add_argument
+    title = "with --kubernetes; --nnodes is the number of pods"
+    add = parser.add_argument_group(title).add_argument
     add("--image", help="the image of the pods, with RankZero and the experiment's file")
     add("--gpus", type=int, metavar="N", help="GPUs of each pod (default: none)")
     add("--cpus", metavar="N", help="cores of each pod, such as 16 or 500m")
