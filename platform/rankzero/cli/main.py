@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rankzero import __version__
-from rankzero.cli.verbs import TRAINING_VERBS, VERBS
+from rankzero.cli.verbs import FOR_CLUSTERS, TRAINING_VERBS, VERBS
 from rankzero.errors import FAILED, USAGE, UserError
 from rankzero.launch import output
 from rankzero.mlflow_store.patience import A_DAY, WAIT
@@ -88,8 +88,8 @@ def parse(words: list[str]) -> argparse.Namespace:
         _top_parser().parse_known_args(words[:1])  # --help and --version end here
         raise UserError(_no_verb(words[0]))
     verb = words[0]
-    # The words after it are another program's.
-    end = words.index("--") if verb == "submit" and "--" in words else len(words)
+    # The words after it are options of Slurm's own programs.
+    end = words.index("--") if verb in FOR_CLUSTERS and "--" in words else len(words)
     words, after = words[:end], words[end + 1 :]
     # argparse would take a word after --wait-delivery for its seconds.
     rest = [f"{word}={A_DAY}" if word == "--wait-delivery" else word for word in words[1:]]

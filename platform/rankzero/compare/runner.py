@@ -24,7 +24,7 @@ from rankzero.tuning.reports.study_run import StudyRun
 from rankzero.tuning.trials import describe
 from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.follower import run_alone
-from rankzero.tuning.trials.host_process import Host
+from rankzero.tuning.trials.host import Host
 from rankzero.tuning.trials.launcher import TrainLauncher
 
 _POLL_SECONDS = 0.2
@@ -87,7 +87,7 @@ def _profiled(
     request = profiler.ProfileRequest(
         file, config.to_yaml(experiment), str(folder), str(failure_folder), trace
     )
-    host.run(profiler.main, Topology(processes), request, folder / "logs")
+    host.run(profiler.main, Topology(processes), request, folder / "logs", folder)
     # `has_ended` waits, so this is no busy loop.
     while not host.has_ended(_POLL_SECONDS):
         pass

@@ -47,7 +47,7 @@ from rankzero.tuning.session import DISTURBED, TARGET, Session
 from rankzero.tuning.space import Space
 from rankzero.tuning.study import OWNER, Study, open_study
 from rankzero.tuning.trials.describe import ExperimentDescription
-from rankzero.tuning.trials.host_process import Host
+from rankzero.tuning.trials.host import Host
 from rankzero.tuning.trials.launcher import TrainLauncher
 from rankzero.tuning.verdict.cost import DeviceResult, device_result
 from rankzero.tuning.verdict.decide import Verdict

@@ -25,6 +25,8 @@ SPACE = make_space(Experiment(), 1, 0.5, ("fp32", "bf16"))
 class BrokenHost:
     """Its processes end without a result."""
 
+    is_starting = False
+
     def run(self, *_: Any) -> None:
         pass
 
@@ -35,11 +37,13 @@ class BrokenHost:
 class HangingHost:
     """Its processes begin a cell, and hang until they are killed."""
 
+    is_starting = False
+
     def __init__(self) -> None:
         self.signals: list[int] = []
         self.requests: list[ProbeRequest] = []
 
-    def run(self, _entry: object, _topology: object, request: ProbeRequest, _logs: Path) -> None:
+    def run(self, _entry: object, _topology: object, request: ProbeRequest, *_: Path) -> None:
         self.requests.append(request)
         cell = request.next_cell(list(request.known))
         assert cell is not None
@@ -48,7 +52,7 @@ class HangingHost:
     def has_ended(self, _: float) -> bool:
         return len(self.signals) == len(self.requests)
 
-    def signal(self, number: int) -> None:
+    def signal(self, number: int, _written: object) -> None:
         self.signals.append(number)
 
 

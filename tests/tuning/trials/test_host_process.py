@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rankzero.launch.agent import Topology
-from rankzero.tuning.trials.host_process import Host
+from rankzero.tuning.trials.host_process import LocalHost
 
 
 @pytest.mark.slow
@@ -21,8 +21,8 @@ from rankzero.tuning.trials.host_process import Host
 def test_a_killed_host_loses_its_trial_and_the_next_trial_gets_another_host(
     tmp_path: Path,
 ) -> None:
-    with contextlib.closing(Host(())) as host:
-        host.run(time.sleep, Topology(1), 100, tmp_path)  # type: ignore[arg-type]
+    with contextlib.closing(LocalHost(())) as host:
+        host.run(time.sleep, Topology(1), 100, tmp_path, tmp_path)  # type: ignore[arg-type]
         root = psutil.Process(host._process.pid)
         deadline = time.monotonic() + 100
         while not (tmp_path / "launcher.log").exists() and time.monotonic() < deadline:
@@ -31,5 +31,5 @@ def test_a_killed_host_loses_its_trial_and_the_next_trial_gets_another_host(
         os.kill(root.pid, signal.SIGKILL)
         assert wait(host.handles, 20) and host.has_ended(5.0) and host.was_lost
         assert not psutil.wait_procs(left, 60)[1], "a rank outlived its host"
-        host.run(str, Topology(1), "whole", tmp_path)
+        host.run(str, Topology(1), "whole", tmp_path, tmp_path)
         assert wait(host.handles, 100) and host.has_ended() and not host.was_lost

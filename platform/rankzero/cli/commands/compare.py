@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     counts = options.device_counts(arguments.nproc or "1,2")
     plan = strategy_runs(strategies, counts)
     settings = config.parse_assignments(arguments.settings)
-    with search.host(arguments) as host:
+    with search.host(arguments, processes=max(counts)) as host:
         described = host.describe(arguments.experiment, settings, 1)
         # The defaults depend on the GPUs, which only the host may look for.
         if described.gpus:

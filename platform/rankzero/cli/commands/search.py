@@ -35,11 +35,14 @@ from rankzero.telemetry.host import usable_cores
 from rankzero.tuning import knobs
 from rankzero.tuning.objective import NAMES
 from rankzero.tuning.options import PRUNERS, SAMPLERS, SearchOptions, default_storage
+from rankzero.tuning.places import slurm
+from rankzero.tuning.places.remote_host import RemoteHost
 from rankzero.tuning.reports.study_run import StudyRun
 from rankzero.tuning.space import Space, make_space
 from rankzero.tuning.trials import describe
 from rankzero.tuning.trials.describe import ExperimentDescription
-from rankzero.tuning.trials.host_process import Host
+from rankzero.tuning.trials.host import Host
+from rankzero.tuning.trials.host_process import LocalHost
 from rankzero.tuning.trials.resources import Share, shares
 
 _PART_OF_THE_NAME = ("objective", "sampler", "pruner", "tolerance", "trial_minutes", "knobs")
@@ -69,6 +72,8 @@ def add_experiment_arguments(
             "a trial, or a cell of the probe map, without a sign of life for so long is killed"
         )
         parser.add_argument("--silence-seconds", type=float, default=300.0, help=silence)
+    to = "on Slurm's machines; the words after -- are options of srun (default: this machine)"
+    parser.add_argument("--slurm", action="store_true", help=to)
     # Options that only `search` has, and functions read that all of these commands call.
     parser.set_defaults(parallel=1, probe=True)
 
@@ -110,8 +115,9 @@ def run(arguments: argparse.Namespace) -> int:
         described, space = described_space(arguments, first)
         if chosen.price and space.reference.train.strategy == "dp":
             raise UserError("--price counts processes, and train.strategy=dp has one: use ddp")
-        if arguments.parallel == 1:
-            return _search(arguments, chosen, [first], described, space)
+        if arguments.parallel == 1 or arguments.slurm:
+            others = [hosts.enter_context(host(arguments)) for _ in range(arguments.parallel - 1)]
+            return _search(arguments, chosen, [first, *others], described, space)
         # The first host has the whole machine. Each trial needs a host on its own share.
         hosts.pop_all().close()
         found = shares(
@@ -121,10 +127,23 @@ def run(arguments: argparse.Namespace) -> int:
         return _search(arguments, chosen, side_by_side, described, space)
 
 
-def host(arguments: argparse.Namespace, share: Share | None = None) -> contextlib.closing[Host]:
-    """Return a host process for a ``with`` block. Raises UserError if the file is missing."""
+def host(
+    arguments: argparse.Namespace, share: Share | None = None, processes: int | None = None
+) -> contextlib.closing[Host]:
+    """Return a host process for a ``with`` block. Raises UserError if the file is missing.
+
+    `share`: of this machine. `processes`: the most of a trial, to ask a cluster for as many cores;
+    None: as the command line says.
+    """
     path, _ = experiment_file.split(arguments.experiment)
-    return contextlib.closing(Host(libraries_of(path), share))
+    libraries = libraries_of(path)
+    if not arguments.slurm:
+        if arguments.after:
+            raise UserError("the words after -- are options of srun: give --slurm, too")
+        return contextlib.closing(LocalHost(libraries, share))
+    processes = processes or max(options.device_counts(str(arguments.nproc or 1)))
+    command = slurm.command(arguments.after, processes)
+    return contextlib.closing(RemoteHost(command, libraries, "Slurm", print_line))
 
 
 def described_space(
@@ -137,7 +156,9 @@ def described_space(
     # Before the file is read, which takes seconds.
     if arguments.knobs is not None:
         arguments.knobs = knobs.parse(",".join(arguments.knobs))
-    found = host.describe(arguments.experiment, settings, own, arguments.parallel, more)
+    # A host of a cluster has its machine's GPUs, or its part of them, for itself.
+    sharing = 1 if arguments.slurm else arguments.parallel
+    found = host.describe(arguments.experiment, settings, own, sharing, more)
     reference = describe.mirrored(found)
     space = make_space(
         reference, found.processes, found.lr_exponent, found.precisions, found.samples, more

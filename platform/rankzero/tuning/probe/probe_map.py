@@ -31,7 +31,7 @@ from rankzero.tuning.probe.speed_knobs import Effect
 from rankzero.tuning.probe.worker import ProbeRequest
 from rankzero.tuning.space import BATCH_INDEX, PRECISION, Space, devices_text, settings_text
 from rankzero.tuning.trials.describe import ExperimentDescription
-from rankzero.tuning.trials.host_process import Host
+from rankzero.tuning.trials.host import Host
 
 _BELOW = 2  # the map starts at the user's batch size over this
 _POLL_SECONDS = 0.2
@@ -157,7 +157,8 @@ def _measure_once(
     logs = request.results.with_suffix(".logs")
     # Counted first: the processes may write a line at once.
     shown, has_ended, last_sign = len(_lines(request.results)), False, time.monotonic()
-    host.run(worker.main, Topology(request.subject.processes), request, logs)
+    topology, folder = Topology(request.subject.processes), request.results.parent
+    host.run(worker.main, topology, request, logs, folder)
     while not has_ended:
         has_ended = host.has_ended(_POLL_SECONDS)
         lines = _lines(request.results)
@@ -166,12 +167,15 @@ def _measure_once(
             if "status" in fields:
                 notify(_line(grid.parse(fields)))
         shown = len(lines)
+        if host.is_starting:
+            last_sign = time.monotonic()
         if not has_ended and time.monotonic() - last_sign > silence_seconds:
             # Infinite, so that it is killed once.
             last_sign = math.inf
             reason = f"no result for {silence_seconds:.0f} s (--silence-seconds)"
-            failures.write(Failure(time.time(), -1, reason, "", FailureKind.HANG), request.failures)
-            host.signal(signal.SIGQUIT)
+            failure = Failure(time.time(), -1, reason, "", FailureKind.HANG)
+            failures.write(failure, request.failures)
+            host.signal(signal.SIGQUIT, [request.failures])
     # A cell that was begun and has no result has killed its processes.
     if lines and "begun" in lines[-1]:
         _record_lost(request, lines[-1]["begun"], notify)

@@ -161,7 +161,7 @@ def _follow(
         if run.has_ended:
             continue
         # The recorder samples the machine also while the ranks hang: that is no sign of life.
-        if not all(isinstance(event, SystemSampled) for event in events):
+        if run.is_starting or not all(isinstance(event, SystemSampled) for event in events):
             last_sign = time.monotonic()
         if events and not stop_reason:
             if stop_reason := job.why_prune(curve):

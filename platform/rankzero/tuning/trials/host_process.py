@@ -30,13 +30,14 @@ _ORPHAN_SECONDS = 20.0  # for the ranks to stop by themselves once the search ha
 _PRELOAD = ("rankzero.tuning.probe.worker", "rankzero.tuning.trials.launcher")
 
 
-class Host:
+class LocalHost:
     """The search's end: a host process on a share of the machine, started again if it died."""
 
     def __init__(self, libraries: Sequence[str], share: Share | None = None) -> None:
         self._libraries, self._share = tuple(libraries), share or Share()
         self.was_lost = False
-        """Whether the host died during the trial that has ended."""
+        # The first request waits in the pipe until the process has imported what it needs.
+        self.is_starting = False
         self._start()
 
     def describe(
@@ -59,12 +60,15 @@ class Host:
         raise answer
 
     def run(
-        self, entry: Callable[[Any], str], topology: agent.Topology, request: Any, logs: Path
+        self,
+        entry: Callable[[Any], str],
+        topology: agent.Topology,
+        request: Any,
+        logs: Path,
+        folder: Path,
     ) -> None:
-        """Have every rank run `entry(request)`; return at once. See `has_ended`.
-
-        `entry`: a function at the top of a module that imports no PyTorch.
-        """
+        """Have every rank run `entry(request)`; return at once. See `has_ended`."""
+        del folder  # its ranks have this machine's
         if not self._process.is_alive():
             self._start()
         self.was_lost = False
@@ -87,8 +91,9 @@ class Host:
         """Return what `multiprocessing.connection.wait` waits on for the trial's end."""
         return [self._pipe, self._process.sentinel]
 
-    def signal(self, number: signal.Signals) -> None:
+    def signal(self, number: signal.Signals, written: Sequence[Path] = ()) -> None:
         """Send a signal to the trial that runs."""
+        del written  # its ranks read them here
         if self._process.is_alive() and self._process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)

@@ -25,7 +25,7 @@ from rankzero.run_store import run_locks
 from rankzero.run_store.attempt import append_run_ended
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read
-from rankzero.tuning.trials.host_process import Host
+from rankzero.tuning.trials.host import Host
 
 _TICK_SECONDS = 0.05
 _STOP_SECONDS = 30.0  # for a trial to stop at the end of a step
@@ -68,7 +68,7 @@ class TrainLauncher:
         topology = dataclasses.replace(
             self.topology, processes=processes or self.topology.processes
         )
-        self.host.run(train, topology, request, folder.path / "logs")
+        self.host.run(train, topology, request, folder.path / "logs", folder.path)
         return LaunchedTrial(folder, self.host)
 
 
@@ -98,6 +98,11 @@ class LaunchedTrial:
         return self._host.handles
 
     @property
+    def is_starting(self) -> bool:
+        """Return whether its host still waits for its machine, so that nothing can happen yet."""
+        return self._host.is_starting
+
+    @property
     def was_lost(self) -> bool:
         """Return whether its host process died, so that the trial shows nothing."""
         return self._host.was_lost
@@ -112,7 +117,7 @@ class LaunchedTrial:
         """Ask all ranks to stop at the same step. The run ends as KILLED, with this reason."""
         # Written first: without the file, the signal asks the ranks to stop, as for any run.
         self._folder.pruned.write_text(reason, encoding="utf-8")
-        self._host.signal(signal.SIGUSR2)
+        self._host.signal(signal.SIGUSR2, [self._folder.pruned])
 
     def stop(self) -> None:
         """Ask all ranks to stop, as Ctrl-C does."""
@@ -123,7 +128,7 @@ class LaunchedTrial:
         # The ranks get no chance to write why. The recorder reads the reason from this file.
         failure = Failure(time.time(), -1, reason, "", FailureKind.HANG)
         failures.write(failure, self._folder.failures)
-        self._host.signal(signal.SIGQUIT)
+        self._host.signal(signal.SIGQUIT, [self._folder.failures])
 
     def close(self) -> None:
         """End the trial if it still runs, and wait until its journal has an end."""
@@ -131,12 +136,19 @@ class LaunchedTrial:
         if not self.has_ended:
             self.kill("did not stop when asked to")
             self.has_ended = self._host.has_ended(_STOP_SECONDS)
-        # A killed rank 0 wrote no end, so its recorder does. If that has died too, write it here.
-        deadline = time.monotonic() + _END_SECONDS
-        while self._folder.events.exists() and lookup.last_end(self._folder) is None:
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(_TICK_SECONDS)
+        # A lost host sends no end.
+        if not self._host.was_lost:
+            await_end(self._folder)
+        # If the recorder has died too, write it here.
         with run_locks.exclusive_end(self._folder):
             if lookup.last_end(self._folder) is None:
                 append_run_ended(self._folder, 0.0)
+
+
+def await_end(folder: RunFolder) -> None:
+    """Wait until a run's journal has an end. A killed rank 0 wrote none, so its recorder does."""
+    deadline = time.monotonic() + _END_SECONDS
+    while folder.events.exists() and lookup.last_end(folder) is None:
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(_TICK_SECONDS)

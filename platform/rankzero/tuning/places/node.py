@@ -1,0 +1,146 @@
+"""A host's end on its own machine: ``python -m rankzero.tuning.places.node``.
+
+Slurm's srun starts it, and connects its input and output with the search. It runs trials in a
+folder of its own, and sends what changes there. It ends with its input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import version
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from rankzero import experiment_file
+from rankzero.errors import RunFailed, UserError
+from rankzero.launch.request import JobRequest
+from rankzero.run_store.folder import RunFolder
+from rankzero.tuning.places import mirror
+from rankzero.tuning.places.messages import (
+    Answer,
+    Describe,
+    Ended,
+    Lines,
+    Message,
+    Run,
+    Signal,
+    Start,
+    Started,
+)
+from rankzero.tuning.places.mirror import Mirror
+from rankzero.tuning.trials.host_process import LocalHost
+from rankzero.tuning.trials.launcher import await_end
+
+_LOOK_SECONDS = 0.25  # from one look at a trial's folder to the next
+
+
+class _Node:
+    """Serves one search, with a host process of this machine."""
+
+    def __init__(self, lines: Lines, host: LocalHost, folder: Path) -> None:
+        self._lines, self._host, self._folder = lines, host, folder
+        self._trial: tuple[Path, Mirror] | None = None
+
+    def serve(self) -> None:
+        """Do what the search asks for. Raises EOFError at its end."""
+        while True:
+            handles = self._host.handles if self._trial else ()
+            wait([self._lines.reading, *handles], _LOOK_SECONDS if self._trial else None)
+            for message in self._lines.receive():
+                self.do(message)
+            if self._trial:
+                self._look(*self._trial)
+
+    def do(self, message: Message) -> None:
+        """Do what one message asks for."""
+        if isinstance(message, Describe):
+            self._lines.send(Answer(self._described(message)))
+        elif isinstance(message, Run):
+            folder = self._folder / message.folder.name
+            mirror.write_all(message.files, folder)
+            self._trial = folder, Mirror(folder)
+            request = _moved(message.request, message.folder.parent, self._folder)
+            logs = folder / message.logs.relative_to(message.folder)
+            self._host.run(message.entry, message.topology, request, logs, folder)
+        elif isinstance(message, Signal) and self._trial:
+            mirror.write_all(message.files, self._trial[0])
+            self._host.signal(message.number)
+
+    def _described(self, message: Describe) -> Any:
+        try:
+            experiment_file.split(message.reference)
+        except UserError as error:
+            return UserError(
+                f"on {socket.gethostname()}: {error}. Keep the project on a disk that all machines "
+                "share, or at the same path on each"
+            )
+        try:
+            return self._host.describe(message.reference, *message.given)
+        except (UserError, RunFailed) as error:
+            return error
+
+    def _look(self, folder: Path, changed: Mirror) -> None:
+        """Send what has changed in the trial's folder, and whether the trial has ended."""
+        has_ended = self._host.has_ended()
+        if has_ended:
+            await_end(RunFolder(folder))
+        for change in changed.changes():
+            self._lines.send(change)
+        if has_ended:
+            self._trial = None
+            self._lines.send(Ended(self._host.was_lost))
+
+
+def _moved(request: Any, old: Path, new: Path) -> Any:
+    """Return a request whose paths below `old` are below `new`."""
+    moved: dict[str, Any] = {}
+    for field in dataclasses.fields(request):
+        value = getattr(request, field.name)
+        if isinstance(value, (str, Path)) and Path(value).is_relative_to(old):
+            moved[field.name] = type(value)(new / Path(value).relative_to(old))
+    if isinstance(request, JobRequest):
+        # The search's courier delivers the run. One of this machine would do so again.
+        moved["offline"] = True
+        moved["environment"] = {**request.environment, "rankzero.host": socket.gethostname()}
+    return dataclasses.replace(request, **moved)
+
+
+@contextlib.contextmanager
+def _connection() -> Iterator[Lines]:
+    """Yield this process's standard input and output. Nobody else gets them from now on."""
+    reading, writing = os.dup(0), os.dup(1)
+    with Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    # Output of the user's code is no message.
+    os.dup2(2, 1)
+    yield Lines(reading, writing)
+
+
+def main() -> None:
+    """Serve the search at the other end of this process's standard input and output."""
+    # So that the folder is removed and the ranks end.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(1))
+    with _connection() as lines, contextlib.suppress(EOFError, BrokenPipeError):
+        first, *others = lines.receive(None)
+        assert isinstance(first, Start)
+        lines.send(Started(socket.gethostname(), version("rankzero")))
+        with (
+            tempfile.TemporaryDirectory(prefix="rankzero-node-") as folder,
+            contextlib.closing(LocalHost(first.libraries)) as host,
+        ):
+            node = _Node(lines, host, Path(folder))
+            for message in others:
+                node.do(message)
+            node.serve()
+
+
+if __name__ == "__main__":
+    main()

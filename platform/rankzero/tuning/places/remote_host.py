@@ -1,0 +1,203 @@
+"""The search's end of a host on another machine, which a command of Slurm starts there.
+
+    search ── standard input and output of srun ──▶ places.node ── pipe ──▶ host process ──▶ ranks
+
+A trial's folder comes over while it grows. The search, its courier and `rankzero runs` read it as
+if the trial ran here. No shared disk is needed but for the user's own code and data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rankzero.errors import RunFailed, UserError
+from rankzero.launch.agent import Topology
+from rankzero.tuning.places import mirror
+from rankzero.tuning.places.messages import (
+    Answer,
+    Change,
+    Describe,
+    Ended,
+    Lines,
+    Message,
+    Run,
+    Signal,
+    Start,
+    Started,
+)
+from rankzero.tuning.trials.describe import ExperimentDescription
+
+_PATIENCE_SECONDS = 5.0  # before the user is told what the search waits for
+_END_SECONDS = 15.0  # for the host and the cluster's command to end by themselves
+_MOST_ERROR_BYTES = 2000
+
+
+class RemoteHost:
+    """A host that `command` starts on another machine once it is needed, and again if it is lost.
+
+    `place`: the cluster, for people. `notify`: prints a line.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        libraries: Sequence[str],
+        place: str,
+        notify: Callable[[str], None],
+    ) -> None:
+        self._command, self._libraries = tuple(command), tuple(libraries)
+        self._place, self._notify = place, notify
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = Path()
+        self.was_lost = False
+        self.is_starting = False
+
+    def describe(
+        self,
+        reference: str,
+        settings: Mapping[str, str],
+        processes: int | None,
+        parallel: int = 1,
+        more: Sequence[int] = (),
+    ) -> ExperimentDescription:
+        """Return the description of the experiment in a file. Raises UserError, RunFailed."""
+        path = str(Path(reference).absolute())
+        self._send(Describe(path, (dict(settings), processes, parallel, tuple(more))))
+        seconds: float | None = _PATIENCE_SECONDS
+        while True:
+            try:
+                messages = self._lines.receive(seconds)
+            except EOFError:
+                raise self._broken() from None
+            for message in messages:
+                self._take(message)
+                if isinstance(message, Answer) and isinstance(message.value, Exception):
+                    raise message.value
+                if isinstance(message, Answer):
+                    description: ExperimentDescription = message.value
+                    return description
+            if self.is_starting and not messages:
+                self._notify(f"waiting for a machine of {self._place}")
+                seconds = None
+
+    def run(
+        self,
+        entry: Callable[[Any], str],
+        topology: Topology,
+        request: Any,
+        logs: Path,
+        folder: Path,
+    ) -> None:
+        """Have every rank run `entry(request)`; return at once. See `has_ended`."""
+        self._folder, self.was_lost = folder, False
+        files = mirror.contents(folder)
+        self._send(Run(entry, topology, request, logs, folder, files))
+
+    def has_ended(self, seconds: float = 0.0) -> bool:
+        """Return whether the trial has ended, after at most `seconds`. True once for each trial.
+
+        Raises RunFailed if the command ends before its host has started.
+        """
+        try:
+            messages = self._lines.receive(seconds)
+        except EOFError:
+            if self.is_starting:
+                raise self._broken() from None
+            self._end()
+            self.was_lost = True
+            return True
+        for message in messages:
+            self._take(message)
+        return any(isinstance(message, Ended) for message in messages)
+
+    @property
+    def handles(self) -> Sequence[int]:
+        """Return what `multiprocessing.connection.wait` waits on for news of the trial."""
+        return [self._lines.reading]
+
+    def signal(self, number: signal.Signals, written: Sequence[Path] = ()) -> None:
+        """Send a signal, and the files from which the trial learns why."""
+        files = {
+            name: content
+            for name, content in mirror.contents(self._folder).items()
+            if any((self._folder / name).is_relative_to(path) for path in written)
+        }
+        with contextlib.suppress(OSError):  # `has_ended` reports that it is lost
+            self._lines.send(Signal(number, files))
+
+    def close(self) -> None:
+        """End the host, and the trial that it runs."""
+        if self._process is not None:
+            self._end()
+
+    def _send(self, message: Message) -> None:
+        if self._process is None:
+            self._start()
+        # A host that died unseen, between two trials, ends the next one as lost.
+        with contextlib.suppress(OSError):
+            self._lines.send(message)
+
+    def _start(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - It lives as long as the command.
+        with theirs:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=self._errors,
+                # The terminal's Ctrl-C is the search's to pass on.
+                start_new_session=True,
+            )
+        self._lines = Lines(self._socket.fileno(), self._socket.fileno())
+        self.is_starting = True
+        self._send(Start(version("rankzero"), self._libraries))
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Started):
+            self.is_starting = False
+            own = version("rankzero")
+            if message.version != own:
+                raise UserError(
+                    f"{message.machine} has RankZero {message.version}, and this machine "
+                    f"{own}: install the same version on both"
+                )
+        elif isinstance(message, Change):
+            mirror.apply(message, self._folder)
+        elif isinstance(message, Ended):
+            self.was_lost = message.was_lost
+
+    def _broken(self) -> RunFailed:
+        """Return the error of a command that started no host, in the cluster's own words."""
+        process = self._process
+        assert process is not None
+        self._errors.seek(0)
+        words = self._errors.read()[-_MOST_ERROR_BYTES:].decode(errors="replace").strip()
+        self._end()
+        what = f"{shlex.join(self._command)} ended with {process.returncode}"
+        return RunFailed(f"{what}: {words or 'it printed no reason'}")
+
+    def _end(self) -> None:
+        """Close the connection, upon which the host ends; end the command if that lasts."""
+        process, self._process = self._process, None
+        assert process is not None
+        # Not `close` alone: the command inherited no copy, but a reader may wait on this one.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        for end in (process.terminate, process.kill):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_SECONDS)
+                break
+            end()
+        process.wait()
+        self._errors.close()

@@ -1,0 +1,63 @@
+"""Messages come over whole, however the lines are cut, and between other programs' words."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankzero.tuning.places.messages import Change, Lines, Message
+
+CHANGES = st.builds(Change, st.text(), st.integers(0), st.binary(max_size=3000))
+
+
+def arrived(lines: Lines, count: int) -> list[Message]:
+    found: list[Message] = []
+    while len(found) < count:
+        found += lines.receive(1.0)
+    return found
+
+
+@given(st.lists(CHANGES, max_size=5), st.sampled_from([b"", b"srun: job 7 queued\n", b"\n"]))
+def test_messages_arrive_in_order_between_words_of_other_programs(
+    sent: list[Change], words: bytes
+) -> None:
+    reading, writing = os.pipe()
+    try:
+        lines = Lines(reading, writing)
+        for one in sent:
+            os.write(writing, words)
+            lines.send(one)
+        assert arrived(lines, len(sent)) == sent and list(lines.receive()) == []
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+@given(CHANGES, st.integers(1, 50))
+def test_a_line_that_arrives_in_parts_is_one_message(sent: Change, part: int) -> None:
+    to_middle, middle = os.pipe(), os.pipe()
+    try:
+        Lines(-1, to_middle[1]).send(sent)
+        content = os.read(to_middle[0], 1 << 16)
+        lines, found = Lines(middle[0], -1), list[Message]()
+        for begin in range(0, len(content), max(part, len(content) // 20)):
+            os.write(middle[1], content[begin : begin + max(part, len(content) // 20)])
+            found += lines.receive()
+        assert found == [sent]
+    finally:
+        for one in (*to_middle, *middle):
+            os.close(one)
+
+
+def test_an_end_without_a_whole_message_is_an_error() -> None:
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, b"rankzero:half")
+        os.close(writing)
+        with pytest.raises(EOFError):
+            Lines(reading, -1).receive(1.0)
+    finally:
+        os.close(reading)
