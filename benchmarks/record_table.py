@@ -33,7 +33,7 @@ from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.tuning.space import BATCH_INDEX, FACTOR, PRECISION, Space, make_space
 from rankzero.tuning.trials import describe
 from rankzero.tuning.trials.follower import run_alone
-from rankzero.tuning.trials.host_process import Host
+from rankzero.tuning.trials.host_process import LocalHost
 from rankzero.tuning.trials.launcher import TrainLauncher
 
 EXPERIMENT = str(HERE / "noisy_digits.py")
@@ -102,7 +102,7 @@ def main() -> None:
             Path(temporary),
             Identity("table", "table", "table", "sqlite:///none", experiment_file=EXPERIMENT),
         )
-        host = Host(())
+        host = LocalHost(())
         described = host.describe(EXPERIMENT, {}, 2)
         space = make_space(
             describe.mirrored(described), 2, described.lr_exponent, PRECISIONS, described.samples
