@@ -98,6 +98,7 @@ class FakeRunning:
         self.asked: list[str] = []
         self.handles: Sequence[int] = ()
         self.was_lost = fate == "lost"
+        self.is_starting = False
         self.closed = False
         self.began = self.ended = launcher.tick()
         self._journal = self._tell()

@@ -76,7 +76,6 @@ def test_trials_elsewhere_end_as_trials_here_do(
     whole = run_alone(launcher, experiment, "whole")
     assert whole.state == "COMPLETE" and whole.curve.points
     folder = RunFolder(tmp_path / "runs" / "whole")
-    assert (folder.artifacts / "provenance" / "packages.txt").exists()
     assert next(iter(events(folder))).environment["rankzero.host"]  # type: ignore[union-attr]
 
     trial = started(launcher, experiment, "pruned")
