@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged
@@ -98,7 +99,8 @@ class FakeRunning:
         self.asked: list[str] = []
         self.handles: Sequence[int] = ()
         self.was_lost = fate == "lost"
-        self.is_starting = False
+        # Longer than the silence that tests permit.
+        self._starts = time.monotonic() + (0.2 if fate == "queued" else 0.0)
         self.closed = False
         self.began = self.ended = launcher.tick()
         self._journal = self._tell()
@@ -107,11 +109,15 @@ class FakeRunning:
     def new_events(self) -> list[Event]:
         if self.fate == "ctrl-c":
             raise KeyboardInterrupt
-        if self.fate == "hang" and not self.asked:
+        if self.is_starting or (self.fate == "hang" and not self.asked):
             return []
         found = next(self._journal, None)
         self._over = found is None
         return found or []
+
+    @property
+    def is_starting(self) -> bool:
+        return time.monotonic() < self._starts
 
     @property
     def has_ended(self) -> bool:

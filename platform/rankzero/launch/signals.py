@@ -8,7 +8,7 @@
 
 Signal handlers of the package: `SignalForwarder` (launcher and trial host),
 `training.stop.handle_signals` (workers), `cli.main.command` (ignores signals on the way out),
-`cli.commands.ui` (ends the server).
+`cli.commands.ui` (ends the server), `tuning.places.node` (ends a host on another machine).
 """
 
 from __future__ import annotations

@@ -121,6 +121,15 @@ def test_a_command_that_starts_no_host_is_quoted() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_host_that_waits_in_a_queue_is_announced_and_then_answers(node_folder: Path) -> None:
+    queued, lines = ("sh", "-c", 'sleep 7; exec "$@"', node_folder.name, *NODE), list[str]()
+    with contextlib.closing(RemoteHost(queued, (), "Slurm", lines.append)) as host:
+        assert host.describe(str(TINY), {}, 1).name == "Tiny" and not host.is_starting
+    assert lines == ["waiting for a machine of Slurm"]
+
+
+@pytest.mark.slow
 def test_an_experiment_that_the_other_machine_lacks_is_named(host: RemoteHost) -> None:
     with pytest.raises(UserError, match=r"no such experiment file: /nowhere/x.py.*all machines"):
         host.describe("/nowhere/x.py", {}, 1)

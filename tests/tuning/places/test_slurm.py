@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from rankzero.cli.main import main
 from rankzero.errors import UserError
 from rankzero.run_store.folder import RunFolder
 from rankzero.tuning.options import default_storage
@@ -30,6 +31,11 @@ def test_a_machine_without_slurm_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match="no srun"):
         slurm.command([], 1, {})
+
+
+def test_options_of_srun_without_slurm_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["search", str(TINY), "--", "--gpus=2"]) == 2
+    assert "give --slurm, too" in capsys.readouterr().err
 
 
 @pytest.mark.cluster

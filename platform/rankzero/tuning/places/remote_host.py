@@ -131,7 +131,7 @@ class RemoteHost:
             for name, content in mirror.contents(self._folder).items()
             if any((self._folder / name).is_relative_to(path) for path in written)
         }
-        with contextlib.suppress(OSError):  # `has_ended` reports that it is lost
+        with contextlib.suppress(OSError):  # `has_ended` reports a lost host
             self._lines.send(Signal(number, files))
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ class RemoteHost:
     def _send(self, message: Message) -> None:
         if self._process is None:
             self._start()
-        # A host that died unseen, between two trials, ends the next one as lost.
+        # If the host died between two trials, `has_ended` reports the next one as lost.
         with contextlib.suppress(OSError):
             self._lines.send(message)
 
@@ -155,7 +155,7 @@ class RemoteHost:
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 stderr=self._errors,
-                # The terminal's Ctrl-C is the search's to pass on.
+                # Ctrl-C in the terminal reaches the search alone, which stops its trials.
                 start_new_session=True,
             )
         self._lines = Lines(self._socket.fileno(), self._socket.fileno())
@@ -190,9 +190,6 @@ class RemoteHost:
         """Close the connection, upon which the host ends; end the command if that lasts."""
         process, self._process = self._process, None
         assert process is not None
-        # Not `close` alone: the command inherited no copy, but a reader may wait on this one.
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         for end in (process.terminate, process.kill):
             with contextlib.suppress(subprocess.TimeoutExpired):

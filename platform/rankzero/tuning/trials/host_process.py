@@ -68,7 +68,7 @@ class LocalHost:
         folder: Path,
     ) -> None:
         """Have every rank run `entry(request)`; return at once. See `has_ended`."""
-        del folder  # its ranks have this machine's
+        del folder  # The ranks use the same disk.
         if not self._process.is_alive():
             self._start()
         self.was_lost = False
@@ -93,7 +93,7 @@ class LocalHost:
 
     def signal(self, number: signal.Signals, written: Sequence[Path] = ()) -> None:
         """Send a signal to the trial that runs."""
-        del written  # its ranks read them here
+        del written  # The ranks read these files from the same disk.
         if self._process.is_alive() and self._process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
