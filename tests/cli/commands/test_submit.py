@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +58,20 @@ def test_a_dry_run_prints_a_script_that_a_shell_can_read(
     train = next(line for line in script.splitlines() if "rankzero train" in line)
     wanted = f"-m rankzero train {TINY} lr=0.5 --nproc 2 --name first --resume-if-there"
     assert shlex.split(train) == [sys.executable, *wanted.split()]
+
+
+def test_a_job_has_none_of_the_shells_variables_of_torchrun(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text(f"#!/bin/sh\nenv > {tmp_path}/environ\n")
+    srun.chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PET_NNODES": "1", "KEPT": "PET_NNODES"}
+    script = script_of(capsys, "--name", "first")
+    subprocess.run(["sh", "-u"], input=script, text=True, check=True, env=environ)
+    assert [line for line in (tmp_path / "environ").read_text().split() if "PET" in line] == [
+        "KEPT=PET_NNODES"
+    ]
 
 
 def test_a_job_gets_a_name_that_stays(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,7 @@ from pathlib import Path
 from rankzero.errors import RESUMABLE, UserError
 
 # A step signals the command on each machine, which saves a checkpoint and ends.
-_SCRIPT = """\
-#!/bin/sh
+_SCRIPT = r"""#!/bin/sh
 # Written by `rankzero submit`. Slurm queues the job again if it stops with a new checkpoint.
 #SBATCH --job-name={name}
 #SBATCH --open-mode=append
@@ -24,7 +23,9 @@ _SCRIPT = """\
 
 saved() {{ ls {checkpoints} 2>/dev/null; }}
 before=$(saved)
-srun --kill-on-bad-exit=0 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}} \\
+# torchrun's variables in the shell that submitted, which Slurm passes on, are not of this job.
+unset $(env | sed -n 's/^\(PET_[A-Z_]*\)=.*/\1/p')
+srun --kill-on-bad-exit=0 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}} \
     {command}
 code=$?
 if [ "$code" -eq {resumable} ] && [ "$(saved)" != "$before" ]; then
