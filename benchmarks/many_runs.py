@@ -8,8 +8,10 @@ Takes about 30 seconds.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import sqlite3
 import statistics
 import subprocess
 import sys
@@ -23,6 +25,8 @@ from rankzero import config
 from rankzero.catalog import lookup
 from rankzero.events import CheckpointSaved, Evaluated, Event, RunEnded, RunStarted, StepsLogged
 from rankzero.experiment import Experiment
+from rankzero.mlflow_store.client import MlflowRuns
+from rankzero.mlflow_store.uris import prepare_store
 from rankzero.run_store.folder import Identity
 from rankzero.run_store.journal import Journal
 
@@ -75,10 +79,19 @@ def events(number: int) -> list[Event]:
 
 
 def make(runs: Path, count: int) -> None:
+    """Make the folders of runs, and the embedded store, which knows their names."""
     runs.mkdir()
+    uri = f"sqlite:///{runs.parent}/mlflow.db"
+    prepare_store(uri)
+    MlflowRuns(uri)  # makes the tables
+    with contextlib.closing(sqlite3.connect(runs.parent / "mlflow.db")) as store, store:
+        store.executemany(
+            "INSERT INTO runs (run_uuid, name, lifecycle_stage) VALUES (?, ?, 'active')",
+            ((f"{number:032x}", f"bench-{number:05d}") for number in range(count)),
+        )
     for number in range(count):
         identity = Identity(
-            f"bench-{number:05d}", f"{number:032x}", "bench", f"sqlite:///{runs.parent}/mlflow.db"
+            f"bench-{number:05d}", f"{number:032x}", "bench", uri, mlflow_run_id=f"{number:032x}"
         )
         path = runs / identity.name
         path.mkdir()

@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 
 from rankzero.catalog.filters import parse, select
-from rankzero.catalog.summary import Summary
+from rankzero.catalog.summary import Details, Summary
 from rankzero.errors import UserError
 from rankzero.run_store.folder import RunFolder
 
+DETAILS = Details(
+    params={"lr": "0.01", "augment": "true"},
+    metrics={"val/accuracy": 0.8, "val/loss": 0.3, "lr": 1e-9},
+    tags={},
+)
 ONE = Summary(
     RunFolder(Path("a")),
     "a",
@@ -28,8 +33,7 @@ ONE = Summary(
     None,
     "id",
     "0123abcd",
-    {"lr": "0.01", "augment": "true"},
-    {"val/accuracy": 0.8, "val/loss": 0.3, "lr": 1e-9},
+    lambda: DETAILS,
 )
 
 

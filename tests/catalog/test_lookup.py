@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from rankzero.catalog import lookup, summary
+from rankzero.catalog.summary import Summary
 from rankzero.cli import main
 from rankzero.errors import UserError
 from rankzero.events import StepsLogged
 from rankzero.metric_names import SPEED
+from rankzero.run_store import delivery_state
 from rankzero.tracking.deliverer import Deliverer
-from support.runs import T0, append, ended, evaluated, make_folder, started, steps
+from support.runs import T0, append, ended, evaluated, make_folder, settle, started, steps
 
 
 def test_a_summary_has_the_status_and_the_newest_values(tmp_path: Path) -> None:
@@ -100,7 +102,9 @@ def test_reading_a_long_journal_without_an_evaluation_takes_linear_time(tmp_path
 def test_an_ended_run_is_read_once(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     for number in range(3):
-        append(make_folder(tmp_path), dataclasses.replace(started(), time=T0 + number), ended())
+        folder = make_folder(tmp_path)
+        append(folder, dataclasses.replace(started(), time=T0 + number), ended())
+        settle(folder)
     first = lookup.listed(runs)
     assert [run.started for run in first] == [T0 + 2, T0 + 1, T0]
     cache = runs / lookup.CACHE
@@ -112,7 +116,8 @@ def test_an_ended_run_is_read_once(tmp_path: Path) -> None:
 
 def test_a_cache_that_cannot_be_read_or_written_costs_only_time(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    append(make_folder(tmp_path), started(), ended())
+    append(folder := make_folder(tmp_path), started(), ended())
+    settle(folder)
     first = lookup.listed(runs)
     (runs / lookup.CACHE).write_text("torn\n[1]\n")
     assert lookup.listed(runs) == first
@@ -121,21 +126,64 @@ def test_a_cache_that_cannot_be_read_or_written_costs_only_time(tmp_path: Path) 
     assert lookup.listed(runs) == first
 
 
-@pytest.mark.parametrize("field", ["name", "status", "started", "undelivered", "params", "metrics"])
-def test_a_cached_summary_with_odd_values_is_read_again(field: str, tmp_path: Path) -> None:
-    append(make_folder(tmp_path), started(lr="1"), steps(1, 3), ended())
-    cache = tmp_path / "runs" / lookup.CACHE
-    before = lookup.listed(tmp_path / "runs")
-    name, signature, fields = json.loads(cache.read_text())
-    for odd in ([], {"lr": []}, None):
-        cache.write_text(json.dumps([name, signature, {**fields, field: odd}]) + "\n")
-        assert lookup.listed(tmp_path / "runs") == before
+@pytest.mark.parametrize("field", ["name", "status", "started", "undelivered"])
+@pytest.mark.parametrize("odd", [[], {"lr": []}, None])
+def test_a_cached_summary_with_odd_values_is_read_again(
+    field: str, odd: object, tmp_path: Path
+) -> None:
+    before, signed, head, details = cached(tmp_path)
+    line = f"{signed}\t{json.dumps({**json.loads(head), field: odd})}\t{details}\n"
+    (tmp_path / "runs" / lookup.CACHE).write_text(line)
+    assert lookup.listed(tmp_path / "runs") == before
+
+
+@pytest.mark.parametrize(
+    "odd", ["", "torn", "[]", "[1,2,3]", '[{"lr":1},{},{}]', '[{},{"x":"y"},{}]', "[" * 10**5]
+)
+def test_cached_details_with_odd_values_are_read_again(odd: str, tmp_path: Path) -> None:
+    (before,), signed, head, _ = cached(tmp_path)
+    (tmp_path / "runs" / lookup.CACHE).write_text(f"{signed}\t{head}\t{odd}\n")
+    (found,) = lookup.listed(tmp_path / "runs")
+    assert found.fields() == before.fields() and found.params["lr"] == "1"
+
+
+def cached(tmp_path: Path) -> tuple[list[Summary], str, str, str]:
+    """Return the list of one run, and the parts of its line in the cache."""
+    append(folder := make_folder(tmp_path), started(lr="1"), steps(1, 3), ended())
+    settle(folder)
+    found = lookup.listed(tmp_path / "runs")
+    line = (tmp_path / "runs" / lookup.CACHE).read_text().rstrip("\n")
+    signed, head, details = line.rsplit("\t", 2)
+    return found, signed, head, details
+
+
+def test_a_run_that_changed_just_now_is_not_cached(tmp_path: Path) -> None:
+    append(folder := make_folder(tmp_path), started(), ended())
+    lookup.listed(tmp_path / "runs")
+    assert not (tmp_path / "runs" / lookup.CACHE).exists()
+    settle(folder)
+    lookup.listed(tmp_path / "runs")
+    assert (tmp_path / "runs" / lookup.CACHE).exists()
+
+
+def test_a_delivery_shows_in_the_next_list(tmp_path: Path) -> None:
+    append(folder := make_folder(tmp_path), started(), ended())
+    settle(folder)
+    (before,) = lookup.listed(tmp_path / "runs")
+    state = delivery_state.load(path := delivery_state.path_of(folder, 0))
+    cursor = dataclasses.replace(
+        state.cursor, offsets={folder.events.name: folder.events.stat().st_size}
+    )
+    delivery_state.save(path, dataclasses.replace(state, cursor=cursor))
+    (after,) = lookup.listed(tmp_path / "runs")
+    assert before.undelivered and not after.undelivered
 
 
 def test_outdated_lines_of_the_cache_are_dropped(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     for attempt in range(1, 8):
         append(folder, started(attempt), ended(at=T0 + attempt))
+        settle(folder, seconds=1000.0 - attempt)
         [run] = lookup.listed(tmp_path / "runs", spare_lines=2)
         assert run.seconds == attempt
     assert len((tmp_path / "runs" / lookup.CACHE).read_text().splitlines()) <= 4

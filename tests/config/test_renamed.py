@@ -22,7 +22,7 @@ from rankzero.tuning.search import FIRST, first_guesses
 from rankzero.tuning.space import make_space
 from rankzero.tuning.study import open_study
 from support.paths import FIXTURES
-from support.runs import append, ended, make_folder, started
+from support.runs import append, ended, make_folder, settle, started
 
 OLD_CONFIG = """\
 train:
@@ -119,14 +119,16 @@ def test_new_name_wins_if_a_file_has_both() -> None:
 def test_reports_and_lists_show_new_names_for_old_runs(tmp_path: Path) -> None:
     events = [started(**OLD_PARAMS), ended()]
     assert run_facts.fold(events).params["train.checkpoints.keep"] == "3"
-    append(make_folder(tmp_path), *events)
+    append(folder := make_folder(tmp_path), *events)
+    settle(folder)
     for _ in ("from the journal", "from the cache"):
         (run,) = lookup.listed(tmp_path / "runs")
         assert run.params["train.checkpoints.keep"] == "3" and "train.keep" not in run.params
 
 
 def test_cached_list_of_an_old_version_shows_new_names(tmp_path: Path) -> None:
-    append(make_folder(tmp_path), started(**OLD_PARAMS), ended())
+    append(folder := make_folder(tmp_path), started(**OLD_PARAMS), ended())
+    settle(folder)
     lookup.listed(tmp_path / "runs")
     cache = tmp_path / "runs" / lookup.CACHE
     cache.write_text(cache.read_text().replace("train.checkpoints.keep", "train.keep"))

@@ -1,24 +1,21 @@
 """The runs on this disk: find one by its name or MLflow id, list all.
 
-A list keeps the summaries of ended runs in ``runs/.summaries.jsonl``, one line each, with the sizes
-and times of the files that they are made of. The file may be deleted at any time.
+A list keeps the summaries of ended runs in ``runs/.summaries.jsonl``, one line each, with the times
+of what they are made of. The file may be deleted at any time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rankzero.catalog import deleted, summary
 from rankzero.catalog.summary import Summary
-from rankzero.config.renamed import params_with_new_names
 from rankzero.errors import UserError
 from rankzero.events import RunEnded, RunStarted
 from rankzero.run_store import delivery_state, names, symlinks
@@ -29,20 +26,15 @@ log = logging.getLogger(__name__)
 
 CACHE = ".summaries.jsonl"
 _IDENTITY = "run.json"
-_SUMMARISED = (_IDENTITY, EVENTS, "system-node_0.jsonl", "delivery.json")
+# File systems count time in ticks. Two changes further apart than this have different times.
+_SETTLED_NANOSECONDS = 2_000_000_000
 # Outdated lines of the cache before it is deleted.
 _SPARE_LINES = 1000
 
 
 def folders(runs: Path) -> list[RunFolder]:
     """Return the folders of all runs."""
-    with contextlib.suppress(FileNotFoundError), os.scandir(runs) as entries:
-        return [
-            RunFolder(Path(entry.path))
-            for entry in entries
-            if os.path.exists(f"{entry.path}/{_IDENTITY}")  # noqa: PTH110 - thousands of them
-        ]
-    return []
+    return [RunFolder(Path(entry.path)) for entry in _entries(runs) if _is_run(entry)]
 
 
 def find(runs: Path, name_or_id: str, *, among_deleted: bool = False) -> RunFolder | None:
@@ -124,12 +116,13 @@ def listed(
     """
     cached, lines = _cached(runs / CACHE)
     found, new = [], []
-    for folder in folders(runs):
-        # The signature changes whenever the summary would.
-        signature = [_stamp(f"{folder.path}/{name}") for name in _SUMMARISED]
-        known = cached.get(folder.path.name)
-        if known is not None and known[0] == signature:
-            found.append(Summary(folder=folder, **known[1]))
+    for entry in _entries(runs):
+        signature = _signature(entry.path)
+        known, folder = cached.get(f"{entry.name}\t{signature}"), RunFolder(Path(entry.path))
+        if known is not None and (one := _from_line(known, folder)) is not None:
+            found.append(one)
+            continue
+        if not _is_run(entry):
             continue
         try:
             run = summary.read_summary(folder)
@@ -137,9 +130,8 @@ def listed(
             on_invalid(str(error))
             continue
         found.append(run)
-        if run.ended:
-            line = json.dumps([folder.path.name, signature, run.fields()], separators=(",", ":"))
-            new.append(line + "\n")
+        if run.ended and _is_settled(signature):
+            new.append(f"{entry.name}\t{signature}\t{run.to_line()}\n")
     # A read-only or full disk costs the next list some time.
     with contextlib.suppress(OSError):
         if lines > len(found) + spare_lines:
@@ -162,39 +154,67 @@ def _completed(
     }
     of_children: Counter[str] = Counter()
     for run in found:
-        of_children[run.parent or ""] += run.bytes
-    return [
-        dataclasses.replace(
-            run,
-            mlflow_name=store.name_of(run.mlflow_run_id),
-            bytes=run.bytes + of_children[run.folder.path.name],
-        )
-        for run in found
-        if among_deleted
-        == (not run.lives and not gone.isdisjoint((run.folder.path.name, run.parent)))
-    ]
+        if run.parent is not None:
+            of_children[run.parent] += run.bytes
+    completed = []
+    for run in found:
+        name = run.folder.path.name
+        if among_deleted == (not run.lives and not gone.isdisjoint((name, run.parent))):
+            known = {
+                "mlflow_name": store.name_of(run.mlflow_run_id),
+                "bytes": run.bytes + of_children[name],
+            }
+            # `dataclasses.replace` takes twice the time, which thousands of runs would show.
+            completed.append(Summary(**{**vars(run), **known}))
+    return completed
 
 
-def _stamp(path: str) -> list[int]:
+def _entries(runs: Path) -> list[os.DirEntry[str]]:
+    with contextlib.suppress(FileNotFoundError), os.scandir(runs) as entries:
+        return list(entries)
+    return []
+
+
+def _is_run(entry: os.DirEntry[str]) -> bool:
+    return os.path.exists(f"{entry.path}/{_IDENTITY}")  # noqa: PTH110 - thousands of them
+
+
+def _signature(folder: str) -> str:
+    """Return a text that changes whenever the run's summary would.
+
+    Every file of the folder but the journal is replaced, which changes the folder's time.
+    """
+    # Thousands of them: `Path` would take twice the time.
     try:
-        stat = os.stat(path)  # noqa: PTH116 - thousands of them
+        events = os.stat(f"{folder}/{EVENTS}")  # noqa: PTH116
+        return f"{os.stat(folder).st_mtime_ns} {events.st_mtime_ns} {events.st_size}"  # noqa: PTH116
     except OSError:
-        return []
-    return [stat.st_size, stat.st_mtime_ns]
+        return ""
 
 
-def _cached(path: Path) -> tuple[dict[str, tuple[list[list[int]], dict[str, Any]]], int]:
-    """Return {folder's name: (signature, fields of the summary)}, and the lines of the file."""
+def _is_settled(signature: str) -> bool:
+    now = time.time_ns()
+    return bool(signature) and all(
+        now - int(one) > _SETTLED_NANOSECONDS for one in signature.split()[:2]
+    )
+
+
+def _cached(path: Path) -> tuple[dict[str, str], int]:
+    """Return {name and signature: the summary's line}, and the number of lines."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         return {}, 0
     cached = {}
     for line in lines:
-        # A line may be torn, of another version, or somebody else's.
-        with contextlib.suppress(ValueError, TypeError, RecursionError, AttributeError):
-            name, signature, fields = json.loads(line)
-            if summary.are_sound(fields):
-                params = params_with_new_names(fields["params"])
-                cached[name] = (signature, {**fields, "params": params})
+        name, _, rest = line.partition("\t")
+        signature, _, kept = rest.partition("\t")
+        cached[f"{name}\t{signature}"] = kept
     return cached, len(lines)
+
+
+def _from_line(line: str, folder: RunFolder) -> Summary | None:
+    # It may be torn, of another version, or somebody else's.
+    with contextlib.suppress(ValueError, TypeError, RecursionError, AttributeError):
+        return summary.from_line(line, folder)
+    return None

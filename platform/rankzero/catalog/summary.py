@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from rankzero.config.renamed import params_with_new_names
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged, decode
@@ -28,6 +30,16 @@ _TAIL_BYTES, _MAX_TAIL_BYTES = 1 << 12, 1 << 20
 _TRAINING_DATA = "rankzero.data.training"
 # Metrics that the loop logs with each report, besides those of `measure`.
 _LOOP_METRICS = 4
+
+
+class Details(NamedTuple):
+    """The larger part of a summary. A list of thousands of runs needs it for few of them."""
+
+    params: Mapping[str, str]
+    metrics: Mapping[str, float]
+    """The newest values, and the results of the whole run below whole_run/."""
+    tags: Mapping[str, str]
+    """The user's tags."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +66,7 @@ class Summary:
     mlflow_run_id: str | None
     # The digest of the training data: the same for the same data.
     data: str | None
-    params: Mapping[str, str]
-    # The newest values, and the results of the whole run below whole_run/.
-    metrics: Mapping[str, float]
-    tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """The user's tags."""
+    details: Callable[[], Details] = dataclasses.field(repr=False, compare=False)
     mlflow_name: str | None = None
     """Its name in the embedded store, which a user may change. `lookup.listed` looks it up."""
     bytes: int = 0
@@ -72,16 +80,36 @@ class Summary:
     @property
     def ended(self) -> bool:
         """Whether the journal has the run's end."""
-        return self.status in get_args(Status)
+        return self.status in _ENDS
 
     @property
     def lives(self) -> bool:
         """Whether its processes run, or are about to."""
         return self.status in ("RUNNING", "STARTING")
 
+    @property
+    def params(self) -> Mapping[str, str]:
+        return self.details().params
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        return self.details().metrics
+
+    @property
+    def tags(self) -> Mapping[str, str]:
+        return self.details().tags
+
     def fields(self) -> dict[str, Any]:
         """Return everything but the folder as plain values."""
-        return {name: value for name, value in vars(self).items() if name != "folder"}
+        return {**self._head(), **self.details()._asdict()}
+
+    def to_line(self) -> str:
+        """Return one line for `from_line`."""
+        parts = self._head(), self.details()
+        return "\t".join(json.dumps(part, separators=(",", ":")) for part in parts)
+
+    def _head(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name in _KINDS}
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -89,21 +117,42 @@ _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("parent", "mlflow_name", "mlflow_run_id", "data"), (str, NoneType)),
     **dict.fromkeys(("started", "seconds"), (int, float)),
     **dict.fromkeys(("best", "samples_per_second"), (int, float, NoneType)),
-    **dict.fromkeys(("params", "metrics", "tags"), (dict,)),
     "undelivered": (bool,),
     "bytes": (int,),
 }
+_ENDS = get_args(Status)
 
 
-def are_sound(fields: Mapping[str, Any]) -> bool:
-    """Return whether these are the `fields` of an ended run, with values of the right types."""
-    return (
-        fields.keys() == _KINDS.keys()
-        and all(isinstance(value, _KINDS[key]) for key, value in fields.items())
-        and fields["status"] in get_args(Status)
-        and set(map(type, (*fields["params"].values(), *fields["tags"].values()))) <= {str}
-        and set(map(type, fields["metrics"].values())) <= {int, float}
-    )
+def from_line(line: str, folder: RunFolder) -> Summary | None:
+    """Return the summary of an ended run from its line, or None if the line is of no such run.
+
+    Its end, the details, is read when it is needed; the run's folder is read if that is not sound.
+    """
+    head, _, details = line.partition("\t")
+    fields = json.loads(head)
+    if not _are_kinds(tuple(fields), tuple(map(type, fields.values()))):
+        return None
+    if fields["status"] not in _ENDS:
+        return None
+    return Summary(folder, details=functools.cache(lambda: _details(details, folder)), **fields)
+
+
+# Few combinations occur, and each takes longer to check than to look up.
+@functools.lru_cache(64)
+def _are_kinds(names: tuple[str, ...], types: tuple[type, ...]) -> bool:
+    pairs = zip(names, types, strict=True)
+    return set(names) == _KINDS.keys() and all(one in _KINDS[name] for name, one in pairs)
+
+
+def _details(text: str, folder: RunFolder) -> Details:
+    try:
+        params, metrics, tags = json.loads(text)
+        types = set(map(type, (*params.values(), *tags.values())))
+        if types <= {str} and set(map(type, metrics.values())) <= {int, float}:
+            return Details(params_with_new_names(params), metrics, tags)
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        pass
+    return read_summary(folder).details()
 
 
 def read_summary(folder: RunFolder) -> Summary:
@@ -115,6 +164,7 @@ def read_summary(folder: RunFolder) -> Summary:
     params = params_with_new_names(started.params) if started else {}
     begun = started.time if started else (folder.path / "run.json").stat().st_mtime
     goal, metrics = params.get("goal.metric", ""), _newest_values(events)
+    details = Details(params, metrics, tags_of_user(started.environment) if started else {})
     # An attempt that only evaluated has no speed of its own.
     results = ended.metrics if ended else {}
     delivery = delivery_state.load(delivery_state.path_of(folder, 0))
@@ -137,9 +187,7 @@ def read_summary(folder: RunFolder) -> Summary:
         parent=identity.parent,
         mlflow_run_id=delivery.run_id or identity.mlflow_run_id,
         data=started.environment.get(_TRAINING_DATA) if started else None,
-        params=params,
-        metrics=metrics,
-        tags=tags_of_user(started.environment) if started else {},
+        details=lambda: details,
         bytes=removal.size([folder.path]),
     )
 

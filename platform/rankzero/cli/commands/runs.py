@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -60,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     conditions = [filters.parse(word) for word in arguments.filters]
+    # All objects of a long list stay to the end. The collector would walk them again and again.
+    gc.disable()
     runs = _closed(arguments.dir / "runs")
     top = [one for one in runs if arguments.all or one.parent is None]
     found = filters.select(top, conditions, arguments.sort)
