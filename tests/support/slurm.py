@@ -80,17 +80,23 @@ class Cluster:
 
     def __init__(self, folder: Path, process: int) -> None:
         self._folder, self._process = folder, process
+        self.environ = {"PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf")}
+        """The variables of its commands."""
 
     def __call__(self, words: Sequence[object], folder: Path, environ: Mapping[str, str]) -> str:
         """Return a command's output. Raises CalledProcessError."""
-        enter = ["nsenter", f"--target={self._process}", "--mount", "--net", "--uts", "--pid"]
         return subprocess.run(
-            [*enter, f"--wd={folder}", *map(str, words)],
-            env={**environ, "PATH": PATH, "SLURM_CONF": str(self._folder / "slurm.conf")},
+            self.words(words, folder),
+            env={**environ, **self.environ},
             check=True,
             text=True,
             stdout=subprocess.PIPE,
         ).stdout
+
+    def words(self, words: Sequence[object], folder: Path) -> list[str]:
+        """Return the words that run a command in `folder` of one of its machines."""
+        enter = ["nsenter", f"--target={self._process}", "--mount", "--net", "--uts", "--pid"]
+        return [*enter, f"--wd={folder}", *map(str, words)]
 
     def job(self, number: int) -> dict[str, str]:
         """Return what Slurm knows of a job, such as its JobState."""

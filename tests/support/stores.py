@@ -35,8 +35,9 @@ def free_port() -> int:
 class Server:
     """MLflow's server, artifacts proxied; it can be killed and started again."""
 
-    def __init__(self, root: Path, database: str) -> None:
+    def __init__(self, root: Path, database: str, workers: int = 1) -> None:
         self.root, self._database, self._port = root, database, free_port()
+        self._workers = workers
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -51,7 +52,7 @@ class Server:
             *(sys.executable, "-P", "-m", "mlflow", "server"),
             *("--backend-store-uri", self._database),
             *("--artifacts-destination", str(self.root / "served"), "--port", str(self._port)),
-            *("--workers", "1"),
+            *("--workers", str(self._workers)),
         ]
         with (self.root / "server.log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -73,6 +74,11 @@ class Server:
                 return
             time.sleep(0.1)
         raise AssertionError((self.root / "server.log").read_text())
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     def kill(self) -> None:
         if self._process is not None:
@@ -140,7 +146,14 @@ def server(empty_database: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[str]:
-    """The URI of a database in a private PostgreSQL; it refuses to run as root, so it does not."""
+    """The URI of a database in a private PostgreSQL."""
+    with private_postgres() as uri:
+        yield uri
+
+
+@contextlib.contextmanager
+def private_postgres() -> Iterator[str]:
+    """Run a PostgreSQL, and yield its URI. It refuses to run as root, so it does not."""
     binaries = _postgres_binaries()
     user = "postgres" if os.geteuid() == 0 else None
     folder = Path(tempfile.mkdtemp(prefix="rankzero-postgres-"))

@@ -110,6 +110,6 @@ VERBS = {
     ),
 }
 FOR_CLUSTERS = ("submit", "search", "probe", "compare", "profile")
-"""The verbs whose words after ``--`` are options of Slurm's programs."""
+"""The verbs whose words after ``--`` are for Slurm's programs, or for Ray."""
 # They train, for as long as that takes. Ctrl-C is how people stop them.
 TRAINING_VERBS = ("train", "resume", "search", "repeat", "probe", "compare", "profile")

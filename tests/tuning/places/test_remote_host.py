@@ -7,27 +7,29 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from rankzero.config import override
 from rankzero.errors import RunFailed, UserError
-from rankzero.experiment import Experiment
 from rankzero.launch.agent import Topology
-from rankzero.launch.request import make_folder
-from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.tuning.places.remote_host import RemoteHost
-from rankzero.tuning.trials import describe
 from rankzero.tuning.trials.follower import run_alone
-from rankzero.tuning.trials.launcher import LaunchedTrial, TrainLauncher
-from support.commands import TINY, events, last_end, losses, wait_until
+from rankzero.tuning.trials.launcher import TrainLauncher, train
+from support.commands import TINY, events, last_end
+from support.remote_trials import (
+    assert_the_next_trains_elsewhere,
+    ended,
+    launcher_for,
+    run,
+    started,
+    tiny,
+)
 
 NODE = (sys.executable, "-m", "rankzero.tuning.places.node")
-QUICK = {"train.epochs": "1"}
-ENDLESS = {"train.steps": 100_000, "step_seconds": 0.02}
 
 
 @pytest.fixture
@@ -46,48 +48,28 @@ def host(node_folder: Path) -> Iterator[RemoteHost]:
 
 @pytest.fixture
 def launcher(tmp_path: Path, host: RemoteHost) -> TrainLauncher:
-    uri = f"sqlite:///{tmp_path}/mlruns/mlflow.db"
-    identity = Identity("study", "0" * 32, "tiny", uri, experiment_file=str(TINY))
-    return TrainLauncher(host, make_folder(tmp_path / "runs", identity), Topology(1), {})
-
-
-def tiny(host: RemoteHost) -> Experiment:
-    return describe.mirrored(host.describe(str(TINY), QUICK, 1))
-
-
-def started(launcher: TrainLauncher, experiment: Experiment, name: str) -> LaunchedTrial:
-    """Start a trial, and wait until some steps of it have come over."""
-    trial = launcher.start(override(experiment, ENDLESS), name)
-    folder = RunFolder(launcher.study.path.parent / name)
-    wait_until(lambda: trial.new_events() is not None and len(losses(folder)) > 5, 100)
-    return trial
-
-
-def ended(trial: LaunchedTrial) -> None:
-    wait_until(lambda: trial.new_events() is not None and trial.has_ended, 100)
-    trial.close()
+    return launcher_for(host, tmp_path)
 
 
 @pytest.mark.timeout(300)
 def test_trials_elsewhere_end_as_trials_here_do(
-    host: RemoteHost, launcher: TrainLauncher, tmp_path: Path, node_folder: Path
+    host: RemoteHost, launcher: TrainLauncher, node_folder: Path
 ) -> None:
     experiment = tiny(host)
     whole = run_alone(launcher, experiment, "whole")
     assert whole.state == "COMPLETE" and whole.curve.points
-    folder = RunFolder(tmp_path / "runs" / "whole")
-    assert next(iter(events(folder))).environment["rankzero.host"]  # type: ignore[union-attr]
+    assert next(iter(events(run(launcher, "whole")))).environment["rankzero.host"]  # type: ignore[union-attr]
 
     trial = started(launcher, experiment, "pruned")
     trial.prune("cannot win")
     ended(trial)
-    end = last_end(RunFolder(tmp_path / "runs" / "pruned"))
+    end = last_end(run(launcher, "pruned"))
     assert end.status == "KILLED" and end.reason.endswith(": cannot win") and not trial.was_lost
 
     trial = started(launcher, experiment, "hung")
     trial.kill("no sign of life")
     ended(trial)
-    end = last_end(RunFolder(tmp_path / "runs" / "hung"))
+    end = last_end(run(launcher, "hung"))
     assert (end.status, end.reason) == ("FAILED", "no sign of life")
 
     host.close()
@@ -97,7 +79,7 @@ def test_trials_elsewhere_end_as_trials_here_do(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_machine_that_dies_loses_its_trial_and_the_next_one_trains_elsewhere(
-    host: RemoteHost, launcher: TrainLauncher, tmp_path: Path
+    host: RemoteHost, launcher: TrainLauncher
 ) -> None:
     experiment = tiny(host)
     trial = started(launcher, experiment, "lost")
@@ -105,10 +87,17 @@ def test_a_machine_that_dies_loses_its_trial_and_the_next_one_trains_elsewhere(
     node = psutil.Process(host._process.pid)
     left = node.children(recursive=True)
     os.kill(node.pid, signal.SIGKILL)
-    ended(trial)
-    assert trial.was_lost and last_end(RunFolder(tmp_path / "runs" / "lost")).status == "FAILED"
-    assert run_alone(launcher, experiment, "again").state == "COMPLETE"
+    assert_the_next_trains_elsewhere(launcher, experiment, trial, "lost")
     assert not psutil.wait_procs(left, 60)[1], "a rank outlived its host"
+
+
+def test_a_command_that_waits_in_a_queue_ends_at_once(tmp_path: Path) -> None:
+    host = RemoteHost(("sleep", "1000"), (), "a test", print)
+    host.run(train, Topology(1), None, tmp_path / "logs", tmp_path)
+    process, before = host._process, time.monotonic()
+    assert host.is_starting and process is not None and process.poll() is None
+    host.close()
+    assert process.poll() == -signal.SIGTERM and time.monotonic() - before < 5
 
 
 def test_a_command_that_starts_no_host_is_quoted() -> None:

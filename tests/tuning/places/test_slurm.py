@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,8 +13,17 @@ from rankzero.errors import UserError
 from rankzero.run_store.folder import RunFolder
 from rankzero.tuning.options import default_storage
 from rankzero.tuning.places import slurm
+from rankzero.tuning.places.remote_host import RemoteHost
 from rankzero.tuning.study import find_study
 from support.commands import TINY, Command, tracked, wait_until
+from support.remote_trials import (
+    TIMELESS,
+    assert_same_results,
+    assert_the_next_trains_elsewhere,
+    launcher_for,
+    started,
+    tiny,
+)
 from support.slurm import Cluster
 
 SEARCH = ("search", str(TINY), "--slurm", "--name", "s", "--no-probe", "--trials", "4")
@@ -33,23 +44,60 @@ def test_a_machine_without_slurm_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
         slurm.command([], 1, {})
 
 
-def test_options_of_srun_without_slurm_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_a_cluster_without_one_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["search", str(TINY), "--", "--gpus=2"]) == 2
-    assert "give --slurm, too" in capsys.readouterr().err
+    assert "give --slurm or --ray, too" in capsys.readouterr().err
 
 
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
-def test_a_search_whose_trials_are_jobs(rankzero: Command, cluster: Cluster) -> None:
-    words = [sys.executable, "-m", "rankzero", *SEARCH, "--seeds", "2", "--challengers", "1"]
+@pytest.mark.parametrize("within", [[], ["salloc", "--nodes=2", "--ntasks=2", "--cpus-per-task=2"]])
+def test_a_search_whose_trials_are_jobs_or_steps(
+    rankzero: Command, cluster: Cluster, within: list[str]
+) -> None:
+    words = [*within, sys.executable, "-m", "rankzero", *SEARCH, "--seeds", "2"]
     # All cores of a machine, else both hosts would be on the first.
-    words += ["--parallel", "2", "--", "--cpus-per-task", "2"]
+    words += ["--challengers", "1", "--parallel", "2", "--", "--cpus-per-task", "2"]
     printed = cluster(words, rankzero.folder, rankzero.environ)
     assert "Your configuration" in printed or "Nothing beats" in printed
     study = find_study(default_storage(rankzero.folder / "mlruns"), "s")
     assert {one.state for one in study.trials()} <= {"COMPLETE", "PRUNED"}
     runs = rankzero.folder / "mlruns" / "runs"
     assert tracked(RunFolder(runs / "s-t00")).status == "FINISHED"
-    jobs = [cluster.job(number) for number in (1, 2)]
-    assert {job["NodeList"] for job in jobs} == {"first", "second"}
+    if within:
+        assert cluster.job(1)["NodeList"] == "first,second"
+        assert not cluster(["squeue", "--noheader", "--jobs=2"], rankzero.folder, {})
+    else:
+        jobs = [cluster.job(number) for number in (1, 2)]
+        assert {job["NodeList"] for job in jobs} == {"first", "second"}
     wait_until(lambda: not cluster(["squeue", "--noheader"], rankzero.folder, {}).strip())
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+def test_a_machine_that_goes_down_loses_its_trial_and_the_next_one_trains_elsewhere(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in cluster.environ.items():
+        monkeypatch.setenv(name, value)
+    words = cluster.words(slurm.command(["--cpus-per-task=2"], 1, {}), tmp_path)
+    with contextlib.closing(RemoteHost(words, (), "Slurm", print)) as host:
+        launcher, experiment = launcher_for(host, tmp_path), tiny(host)
+        trial = started(launcher, experiment, "lost")
+        machine = cluster.job(1)["NodeList"]
+        down = f"NodeName={machine}", "State=down", "Reason=test"
+        cluster(["scontrol", "update", *down], tmp_path, {})
+        assert_the_next_trains_elsewhere(launcher, experiment, trial, "lost")
+    assert {machine, cluster.job(2)["NodeList"]} == {"first", "second"}
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+def test_a_search_gives_the_same_verdict_as_on_this_machine(
+    rankzero: Command, cluster: Cluster, tmp_path: Path
+) -> None:
+    code, printed = rankzero(*TIMELESS, "--dir", tmp_path / "here" / "mlruns")
+    assert code == 0, printed
+    words = [sys.executable, "-m", "rankzero", *TIMELESS, "--slurm"]
+    cluster(words, rankzero.folder, rankzero.environ)
+    assert_same_results(rankzero.folder, tmp_path / "here")

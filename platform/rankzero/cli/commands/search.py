@@ -35,7 +35,7 @@ from rankzero.telemetry.host import usable_cores
 from rankzero.tuning import knobs
 from rankzero.tuning.objective import NAMES
 from rankzero.tuning.options import PRUNERS, SAMPLERS, SearchOptions, default_storage
-from rankzero.tuning.places import slurm
+from rankzero.tuning.places import ray_actor, slurm
 from rankzero.tuning.places.remote_host import RemoteHost
 from rankzero.tuning.reports.study_run import StudyRun
 from rankzero.tuning.space import Space, make_space
@@ -72,8 +72,11 @@ def add_experiment_arguments(
             "a trial, or a cell of the probe map, without a sign of life for so long is killed"
         )
         parser.add_argument("--silence-seconds", type=float, default=300.0, help=silence)
+    place = parser.add_mutually_exclusive_group()
     to = "on Slurm's machines; the words after -- are options of srun (default: this machine)"
-    parser.add_argument("--slurm", action="store_true", help=to)
+    place.add_argument("--slurm", action="store_true", help=to)
+    to = "on the machines of the Ray cluster at ADDRESS, or auto; the words after -- are options "
+    place.add_argument("--ray", metavar="ADDRESS", help=f"{to}of an actor, such as num_cpus=4")
     # Options that only `search` has, and functions read that all of these commands call.
     parser.set_defaults(parallel=1, probe=True)
 
@@ -115,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
         described, space = described_space(arguments, first)
         if chosen.price and space.reference.train.strategy == "dp":
             raise UserError("--price counts processes, and train.strategy=dp has one: use ddp")
-        if arguments.parallel == 1 or arguments.slurm:
+        if arguments.parallel == 1 or _is_elsewhere(arguments):
             others = [hosts.enter_context(host(arguments)) for _ in range(arguments.parallel - 1)]
             return _search(arguments, chosen, [first, *others], described, space)
         # The first host has the whole machine. Each trial needs a host on its own share.
@@ -137,13 +140,21 @@ def host(
     """
     path, _ = experiment_file.split(arguments.experiment)
     libraries = libraries_of(path)
-    if not arguments.slurm:
+    if not _is_elsewhere(arguments):
         if arguments.after:
-            raise UserError("the words after -- are options of srun: give --slurm, too")
+            raise UserError("the words after -- are for a cluster: give --slurm or --ray, too")
         return contextlib.closing(LocalHost(libraries, share))
     processes = processes or max(options.device_counts(str(arguments.nproc or 1)))
-    command = slurm.command(arguments.after, processes)
-    return contextlib.closing(RemoteHost(command, libraries, "Slurm", print_line))
+    if arguments.ray:
+        cluster = "Ray"
+        command = ray_actor.command(arguments.ray, arguments.after, processes)
+    else:
+        cluster, command = "Slurm", slurm.command(arguments.after, processes)
+    return contextlib.closing(RemoteHost(command, libraries, cluster, print_line))
+
+
+def _is_elsewhere(arguments: argparse.Namespace) -> bool:
+    return bool(arguments.slurm or arguments.ray)
 
 
 def described_space(
@@ -157,7 +168,7 @@ def described_space(
     if arguments.knobs is not None:
         arguments.knobs = knobs.parse(",".join(arguments.knobs))
     # A host of a cluster has its machine's GPUs, or its part of them, for itself.
-    sharing = 1 if arguments.slurm else arguments.parallel
+    sharing = 1 if _is_elsewhere(arguments) else arguments.parallel
     found = host.describe(arguments.experiment, settings, own, sharing, more)
     reference = describe.mirrored(found)
     space = make_space(

@@ -1,7 +1,7 @@
 """A host's end on its own machine: ``python -m rankzero.tuning.places.node``.
 
-Slurm's srun starts it, and connects its input and output with the search. It runs trials in a
-folder of its own, and sends what changes there. It ends with its input.
+Slurm's srun, or an actor of Ray, starts it, and connects its input and output with the search. It
+runs trials in a folder of its own, and sends what changes there. It ends with its input.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The search's end of a host on another machine, which a command of Slurm starts there.
+"""The search's end of a host on another machine, which a command of the cluster starts there.
 
     search ── standard input and output of srun ──▶ places.node ── pipe ──▶ host process ──▶ ranks
 
@@ -191,6 +191,8 @@ class RemoteHost:
         process, self._process = self._process, None
         assert process is not None
         self._socket.close()
+        if self.is_starting:
+            process.terminate()  # In a queue it does not read its input.
         for end in (process.terminate, process.kill):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_SECONDS)

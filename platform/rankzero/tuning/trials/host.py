@@ -1,11 +1,11 @@
 """A host: the process that launches trials, on this machine or on another one.
 
-    starting    it was asked for, and waits for its machine, in Slurm's queue
+    starting    it was asked for, and waits for its machine
     running     it answers
     lost        it died, or its machine did; the next trial starts another one
 
 `host_process.LocalHost` is on this machine. `places.remote_host.RemoteHost` is where a command of
-Slurm starts it.
+Slurm, or a program of ours for Ray, starts it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,121 @@
+"""A search whose trials run in actors of a real Ray cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from frameworks.examples import SECONDS, needs
+from rankzero.run_store.folder import RunFolder
+from rankzero.tuning.options import default_storage
+from rankzero.tuning.places import ray_actor
+from rankzero.tuning.places.remote_host import RemoteHost
+from rankzero.tuning.study import find_study
+from support.commands import TINY, Command, tracked, wait_until
+from support.remote_trials import (
+    TIMELESS,
+    assert_same_results,
+    assert_the_next_trains_elsewhere,
+    launcher_for,
+    started,
+    tiny,
+)
+
+pytestmark = pytest.mark.timeout(3 * SECONDS)
+
+RAY = (sys.executable, "-m", "ray.scripts.scripts")
+
+
+class Cluster:
+    """Ray's own daemons on this machine: a head without processors, and machines of two."""
+
+    def __init__(self, folder: str) -> None:
+        # Ray's sockets need a short path.
+        alone = ("--head", "--port=0", "--include-dashboard=false")
+        self._start(*alone, "--num-cpus=0", f"--temp-dir={folder}")
+        self.address = Path(folder, "ray_current_cluster").read_text()
+        self.add_machine()
+
+    def add_machine(self) -> None:
+        self._start(f"--address={self.address}", "--num-cpus=2")
+
+    def _start(self, *options: str) -> None:
+        environ = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+        words = [*RAY, "start", *options, "--disable-usage-stats"]
+        done = subprocess.run(words, check=False, env=environ, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    needs("ray")
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        try:
+            yield Cluster(folder)
+        finally:
+            subprocess.run([*RAY, "stop", "--force"], capture_output=True, check=True)
+
+
+def search(address: str, *words: object) -> list[str]:
+    options = ("--ray", address, "--name", "s", "--no-probe", "--seeds", "2")
+    return ["search", str(TINY), *options, "--challengers", "1", *map(str, words)]
+
+
+def test_a_search_whose_trials_are_in_actors(rankzero: Command, cluster: Cluster) -> None:
+    cluster.add_machine()
+    # All processors of a machine, else both hosts would be on the first.
+    words = search(cluster.address, "--trials", 4, "--parallel", 2, "--", "num_cpus=2")
+    code, printed = rankzero(*words)
+    assert code == 0, printed
+    assert "Your configuration" in printed or "Nothing beats" in printed
+    study = find_study(default_storage(rankzero.folder / "mlruns"), "s")
+    assert {one.state for one in study.trials()} <= {"COMPLETE", "PRUNED"}
+    assert tracked(RunFolder(rankzero.folder / "mlruns/runs/s-t00")).status == "FINISHED"
+    wait_until(lambda: not nodes())
+
+
+def test_a_machine_that_dies_loses_its_trial_and_the_next_one_trains_elsewhere(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    words = ray_actor.command(cluster.address, ["num_cpus=2"], 1)
+    with contextlib.closing(RemoteHost(words, (), "Ray", print)) as host:
+        launcher, experiment = launcher_for(host, tmp_path), tiny(host)
+        trial = started(launcher, experiment, "lost")
+        (node,) = nodes()
+        ranks = node.children(recursive=True)
+        (raylet,) = [one for one in node.parents() if one.name() == "raylet"]
+        cluster.add_machine()
+        os.kill(raylet.pid, signal.SIGKILL)
+        assert_the_next_trains_elsewhere(launcher, experiment, trial, "lost")
+    assert not psutil.wait_procs([node, *ranks], 60)[1], "a process outlived its machine"
+
+
+def test_a_search_gives_the_same_verdict_as_on_this_machine(
+    rankzero: Command, cluster: Cluster, tmp_path: Path
+) -> None:
+    code, printed = rankzero(*TIMELESS, "--dir", tmp_path / "here" / "mlruns")
+    assert code == 0, printed
+    code, printed = rankzero(*TIMELESS, "--ray", cluster.address)
+    assert code == 0, printed
+    assert_same_results(rankzero.folder, tmp_path / "here")
+
+
+def test_a_cluster_that_is_not_there_is_named(rankzero: Command) -> None:
+    needs("ray")
+    code, printed = rankzero(*search("127.0.0.1:1"))
+    assert code == 1 and "127.0.0.1:1" in printed and "Traceback" not in printed
+
+
+def nodes() -> list[psutil.Process]:
+    """Return the processes of hosts, on all machines."""
+    of_all = psutil.process_iter(["cmdline"])
+    return [one for one in of_all if "rankzero.tuning.places.node" in (one.info["cmdline"] or ())]
