@@ -32,7 +32,7 @@ from rankzero.tracking import delivery_status, sync
 from rankzero.tracking.deliverer import Deliverer
 from support.fuzz import thorough
 from support.memory_store import MemoryStore
-from support.runs import T0, append, ended, make_folder, saved, started
+from support.runs import T0, append, ended, make_folder, saved, settle, started
 
 EVIL = [
     "../x",
@@ -371,8 +371,12 @@ def test_a_run_found_by_its_id_is_checked_too(tmp_path: Path) -> None:
     """Its summary was cached before the link was made."""
     folder = make_folder(tmp_path, mlflow_run_id="a" * 32)
     append(folder, started(), ended())
+    settle(folder)
     assert lookup.find(folder.path.parent, "a" * 32) == folder
+    before = folder.path.stat()
     (folder.path / "checkpoints").symlink_to("/")
+    assert lookup.find(folder.path.parent, "a" * 32) is None
+    os.utime(folder.path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(names.InvalidRunFolder, match="'checkpoints'"):
         lookup.find(folder.path.parent, "a" * 32)
 
