@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import stat
 import zipfile
@@ -21,6 +22,7 @@ from rankzero.mlflow_store.items import DESCRIPTION
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
+from support.pictures import arrays, taken
 from support.runs import append, ended, evaluated, make_folder, saved, started, steps
 from support.stores import copied, list_runs
 
@@ -44,7 +46,8 @@ def study(root: Path) -> RunFolder:
         folder.config.write_text("lr: 0.1\npassword: hunter2\n")
         folder.artifacts.mkdir()
         (folder.artifacts / "config.yaml").write_text("lr: 0.1\npassword: '***'\n")
-        append(folder, started(), steps(1, 30), evaluated(20, 0.7), saved(folder, 20), ended())
+        append(folder, started(), steps(1, 30), evaluated(20, 0.7), saved(folder, 20))
+        append(folder, taken(folder, 20, arrays()), ended())
         made.append(folder)
     made[0].add_child("study-t00")
     assert sync.deliver(made[0]).complete
@@ -67,7 +70,11 @@ def held(root: Path, name: str, run_id: str | None = None) -> dict[str, Any]:
     return {
         "points": {key: tracker.history(run.run_id, key) for key in run.metrics},
         "params": run.params,
-        "tags": {key: value for key, value in run.tags.items() if key not in bundle._OWN_TAGS},
+        "tags": {
+            key: re.sub(r"(rankzero )[0-9a-f]{16}|(/runs/)[0-9a-f]{32}(?=/)", r"\1\2", value)
+            for key, value in run.tags.items()
+            if key not in bundle._OWN_TAGS
+        },
         "models": sorted((one.name, one.model_type) for one in tracker.models.of_run(run)),
         "files": sorted((file.name, file.read_bytes()) for file in files),
         "name and status": (run.name, run.status),

@@ -128,11 +128,12 @@ class MemoryStore:
 
     def log_pictures(
         self, run_id: str, pictures: Mapping[str, Path], step: int, milliseconds: int
-    ) -> None:
+    ) -> list[str]:
         # No recorded run has pictures.
         self._call("log_pictures", pictures)
         for key, path in pictures.items():
             self.pictures[key, step, milliseconds] = path.read_bytes()
+        return [f"pictures/{key}.png" for key in pictures]
 
     def save_checkpoint(
         self,

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 from pathlib import Path
 
 import pytest
 
 from rankzero.events import RunEnded
 from rankzero.mlflow_store import limits
+from rankzero.reporting import run_report
 from rankzero.run_store import delivery_state
 from rankzero.run_store.delivery_state import Page
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking.deliverer import Deliverer
-from rankzero.tracking.description import join, split
+from rankzero.tracking.description import join, moved, split
 from support.memory_store import MemoryStore, delivered
+from support.pictures import arrays, taken
 from support.runs import append, ended, make_folder, started, steps
 
 NOTE = "mlflow.note.content"
@@ -147,3 +150,53 @@ def test_note_tags_and_name_of_a_user_survive_a_resume(tmp_path: Path, sqlite: s
         assert run.data.tags["team"] == "vision"
         assert run.info.run_name == run.data.tags["mlflow.runName"] == "the good one"
         assert (run.info.status, run.info.end_time) == (status, int(end.time * 1000))
+
+
+PICTURES = ["confusion matrix", "hardest mistakes", "training batch"]
+
+
+def links_of(description: str) -> list[str]:
+    """Return the words of the links in the first line of a page below its heading."""
+    line = description.split("-->\n\n")[1].split("\n\n")[1]
+    return re.findall(r"\[([^]]*)\]\(#/experiments/", line)
+
+
+def test_page_links_to_what_mlflow_has_by_then(folder: RunFolder, tracker: MemoryStore) -> None:
+    """The page comes before the uploads. It is written again if they bring something to see."""
+    pages: list[str] = []
+    folder.artifacts.mkdir()
+    (folder.artifacts / "my [own] chart.html").write_text("<p>")
+    append(folder, started(), taken(folder, 5, arrays()), ended())
+
+    def note(name: str, argument: object) -> None:
+        if name == "set_tags" and isinstance(argument, dict) and NOTE in argument:
+            pages.append(argument[NOTE])
+
+    tracker.fail = note
+    state = delivered(folder, tracker).state
+    assert [links_of(page) for page in pages] == [[], ["my own chart", *PICTURES]]
+    assert f"runs/{state.run_id}/artifacts/pictures/hardest_mistakes.png?" in pages[-1]
+    assert split(pages[-1]) == ("", True)
+    assert "](#/" not in run_report.page(folder)
+    # Nothing new: no third page.
+    delivered(folder, tracker)
+    assert len(pages) == 2
+
+
+def test_links_of_a_study_follow_its_first_line(folder: RunFolder, tracker: MemoryStore) -> None:
+    folder.artifacts.mkdir()
+    (folder.artifacts / "search.html").write_text("<p>")
+    folder.description.write_text("**It is fast.**\n\n| a |\n| --- |\n| 1 |\n")
+    append(folder, started(), ended())
+    delivered(folder, tracker)
+    page = tracker.tags[NOTE].split("-->\n\n")[1]
+    assert page.startswith("**It is fast.** · [search](#/experiments/")
+    assert run_report.page(folder) == folder.description.read_text()
+
+
+def test_page_of_a_copied_run_links_to_the_copy() -> None:
+    page = f"FINISHED · [a](#/experiments/1/runs/{'a' * 32}/artifacts/a.png)"
+    described = moved(join("Mine.", page), "7", "b" * 32)
+    assert split(described) == ("Mine.", True)
+    assert described.endswith(f"FINISHED · [a](#/experiments/7/runs/{'b' * 32}/artifacts/a.png)")
+    assert moved("Mine alone." + page, "7", "b" * 32) == "Mine alone." + page

@@ -22,12 +22,13 @@ from rankzero.errors import UserError
 from rankzero.housekeeping import download
 from rankzero.housekeeping.deletion import parts
 from rankzero.mlflow_store import uris
+from rankzero.mlflow_store.items import DESCRIPTION
 from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store import names, removal, run_locks
 from rankzero.run_store.attempt import is_written
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.location import make_root
-from rankzero.tracking import delivery_status, sync
+from rankzero.tracking import delivery_status, description, sync
 from rankzero.tracking.open_run import connect
 
 _MANIFEST, _RUNS, _MLFLOW = "bundle.json", "runs", "mlflow"
@@ -256,7 +257,10 @@ def _deliver_what_mlflow_had(folder: RunFolder, source: Path) -> None:
         if model["name"] not in there:
             files = source / "models" / str(number)
             tracker.models.log_model(run, files, **model)
-    tracker.set_tags(run_id, known["tags"])
+    tags = known["tags"]
+    if DESCRIPTION in tags:
+        tags[DESCRIPTION] = description.moved(tags[DESCRIPTION], run.experiment_id, run_id)
+    tracker.set_tags(run_id, tags)
 
 
 def _mlflow_fields(source: Path) -> dict[str, Any]:

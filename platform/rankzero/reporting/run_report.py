@@ -8,7 +8,7 @@ from typing import Any
 
 from rankzero.catalog.summary import read_summary
 from rankzero.events import RunEnded
-from rankzero.reporting import reproduce
+from rankzero.reporting import page_links, reproduce
 from rankzero.reporting.delivery_problems import trouble
 from rankzero.reporting.markdown import table
 from rankzero.reporting.run_facts import Facts, fold, is_limited, limited_by, straggler
@@ -55,19 +55,31 @@ def page(folder: RunFolder) -> str:
 def written(folder: RunFolder, progress: DeliveryState) -> str:
     """Return the page with the problems of this delivery."""
     facts, problems = fold(folder.all_events()), trouble(progress)
+    links = page_links.links(progress)
     if folder.description.exists():
         # Other text, such as a study's: the problems come at its end.
-        text = folder.description.read_text(encoding="utf-8")
-        return "\n\n".join([text.rstrip(), *filter(None, _all_notes(facts, problems))]) + "\n"
+        first, _, rest = folder.description.read_text(encoding="utf-8").partition("\n\n")
+        notes = _all_notes(facts, problems)
+        parts = [first.rstrip() + links, rest.rstrip(), *notes]
+        return "\n\n".join(filter(None, parts)) + "\n"
     end = facts.end or so_far(facts, read_summary(folder).status)
-    return markdown(folder.identity.name, facts, end, problems)
+    return markdown(folder.identity.name, facts, end, problems, links)
 
 
-def markdown(name: str, facts: Facts, end: RunEnded, problems: Sequence[str] = ()) -> str:
-    """Return the report of the run `name`. `problems`: those of its delivery."""
+def markdown(
+    name: str,
+    facts: Facts,
+    end: RunEnded,
+    problems: Sequence[str] = (),
+    links: str = "",
+) -> str:
+    """Return the report of the run `name`.
+
+    `problems`: those of its delivery. `links`: to its pictures.
+    """
     parts = [
         f"### {end.status}: {_inline(end.reason)}",
-        _lead(facts, end),
+        _lead(facts, end) + links,
         _results(facts, end),
         _error(end),
         _checkpoints(name, facts, end),
@@ -87,8 +99,8 @@ def so_far(facts: Facts, status: Any) -> RunEnded:
 
 
 def for_terminal(text: str) -> str:
-    """Return the Markdown without the space that only MLflow's page needs."""
-    return text.replace(_GAP, "").replace(_EM_SPACES, "").replace("&emsp;", "")
+    """Return the Markdown without space and links that only MLflow's page needs."""
+    return page_links.removed(text).replace(_GAP, "").replace(_EM_SPACES, "").replace("&emsp;", "")
 
 
 def _lead(facts: Facts, end: RunEnded) -> str:

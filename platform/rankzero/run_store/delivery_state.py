@@ -93,7 +93,7 @@ class Queue:
     ended: bool = False
     """Whether MLflow has the end of the latest attempt."""
     uploaded: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Artifact -> size and time of the uploaded file."""
+    """Artifact -> size and time of the uploaded file, or the step of an uploaded picture."""
 
     @property
     def awaited(self) -> tuple[Upload, ...]:

@@ -9,6 +9,7 @@ import re
 
 from rankzero.mlflow_store import limits
 from rankzero.mlflow_store.items import DESCRIPTION, Tags
+from rankzero.reporting import page_links
 from rankzero.reporting.delivery_problems import trouble
 from rankzero.reporting.run_report import written
 from rankzero.run_store.delivery_state import DeliveryState, Page, Task
@@ -37,12 +38,13 @@ def page_tags(
     """Return the tags that bring the run's page up to date, and the state after that.
 
     Task.PAGE writes the page at the end of an attempt. Task.PAGE_UPDATE adds the problems since
-    then. If a user has changed or removed the page, an update changes only the tags about problems.
+    then, and links to what was uploaded since then. If a user has changed or removed the page, an
+    update changes only the tags about problems.
     """
     # This request is the latest, and no earlier one's error is to be on the page.
     state = dataclasses.replace(state, retries=dataclasses.replace(state.retries, error=None))
-    problems = _digest(*trouble(state))
-    if task is Task.PAGE_UPDATE and state.page.told == problems:
+    told = _digest(*trouble(state), *page_links.linked(state))
+    if task is Task.PAGE_UPDATE and state.page.told == told:
         return [], state
     description = target.store.description(target.run.run_id)
     # Without a checksum on this disk, the text alone shows what an earlier version wrote.
@@ -57,7 +59,7 @@ def page_tags(
         # A user's values may break the report in any way.
         log.exception("no report")
         text = f"The report could not be written: {error!r}"
-    description, state = join(notes, text), dataclasses.replace(state, page=Page(told=problems))
+    description, state = join(notes, text), dataclasses.replace(state, page=Page(told=told))
     return [Tags({**problem_tags(state), DESCRIPTION: description})], state
 
 
@@ -85,6 +87,16 @@ def join(notes: str, page: str) -> str:
         return notes
     page = limits.head(page, room)
     return "\n\n".join([*parts[:-2], _MARKER.format(_page_digest(page)), page])
+
+
+def moved(description: str, experiment_id: str, run_id: str) -> str:
+    """Return a description whose page links to this run. Users' words stay."""
+    notes, is_ours = split(description)
+    if not is_ours:
+        return description
+    [*_, marker] = _MARKED.finditer(description)
+    page = description[marker.end() :]
+    return join(notes, page_links.readdressed(page, experiment_id, run_id))
 
 
 def _page_digest(page: str) -> str:

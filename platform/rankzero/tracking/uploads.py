@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rankzero import scalars
@@ -67,10 +67,7 @@ def _upload_artifacts(
                 if reason is None:
                     raise
                 state = _rejected(state, f"artifact {name}", reason)
-            uploaded = {**state.queue.uploaded, name: signature}
-            state = dataclasses.replace(
-                state, queue=dataclasses.replace(state.queue, uploaded=uploaded)
-            )
+            state = _uploaded(state, {name: signature})
             yield state
 
 
@@ -122,11 +119,18 @@ def _upload_pictures(
             drawn = {}
         if drawn:
             milliseconds = scalars.milliseconds(event.time) or 0
-            target.store.log_pictures(target.run.run_id, drawn, event.step, milliseconds)
+            newest = target.store.log_pictures(target.run.run_id, drawn, event.step, milliseconds)
+            done = {f"{folder.artifacts.name}/{name}": f"step {event.step}" for name in newest}
+            state = _uploaded(state, done)
     # A path that cannot be deleted (a folder, a read-only disk) is uploaded or rejected by now.
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
     return state
+
+
+def _uploaded(state: DeliveryState, artifacts: Mapping[str, str]) -> DeliveryState:
+    uploaded = {**state.queue.uploaded, **artifacts}
+    return dataclasses.replace(state, queue=dataclasses.replace(state.queue, uploaded=uploaded))
 
 
 def _rejected(state: DeliveryState, what: str, reason: str) -> DeliveryState:

@@ -18,24 +18,28 @@ _MAX_KEY_BYTES = 140
 
 def write_images(
     pictures: Mapping[str, Path], folder: Path, run_id: str, step: int, milliseconds: int
-) -> None:
+) -> list[str]:
     """Write PNGs by key, and a smaller copy of each for the page's grid.
+
+    Returns the artifacts that have the newest picture of each key.
 
     The names are those of `MlflowClient.log_image`. The same arguments give the same names, so an
     upload can be repeated. Raises NeverAccepted for a picture that is unreadable.
     """
+    newest = []
     for key, path in pictures.items():
         try:
-            _write_image(path, folder, run_id, key, step, milliseconds)
+            newest.append(_write_image(path, folder, run_id, key, step, milliseconds))
         except Exception as error:  # PIL fails in as many ways as there are bytes
             if lacks_resources(error):
                 raise
             raise NeverAccepted(f"{key}: {type(error).__name__}: {error}") from error
+    return newest
 
 
 def _write_image(
     path: Path, folder: Path, run_id: str, key: str, step: int, milliseconds: int
-) -> None:
+) -> str:
     from PIL import Image
 
     # MLflow puts a random number here. An `~` in a name is a `/`: a section of the page.
@@ -55,3 +59,4 @@ def _write_image(
     # MLflow's copy has 256 pixels, too few to read the text in these pictures.
     smaller.thumbnail((_THUMBNAIL_PIXELS, _THUMBNAIL_PIXELS))
     smaller.save(folder / "images" / f"{name}+compressed.webp", quality=85)
+    return f"{_PICTURES}/{key}.png"

@@ -142,16 +142,17 @@ class MlflowRuns:
 
     def log_pictures(
         self, run_id: str, pictures: Mapping[str, Path], step: int, milliseconds: int
-    ) -> None:
+    ) -> list[str]:
         """Upload PNGs by key, so that MLflow's page shows each key's images by step.
 
-        A second call writes the same files. The newest of each key is also
-        ``pictures/<key>.png``. Raises NeverAccepted if an image cannot be read.
+        A second call writes the same files. Returns the artifacts ``pictures/<key>.png``, which
+        have the newest of each key. Raises NeverAccepted if an image cannot be read.
         """
         with tempfile.TemporaryDirectory(prefix="rankzero-") as folder:
-            write_images(pictures, Path(folder), run_id, step, milliseconds)
+            newest = write_images(pictures, Path(folder), run_id, step, milliseconds)
             self._locations.of_run(run_id).upload_folder(Path(folder))
         self.set_tags(run_id, {"mlflow.loggedImages": "True"})
+        return newest
 
     def find_run(self, name_or_id: str, experiment: str | None = None) -> RunRecord:
         """Return the run of this id, else the newest of this name. Raises NoSuchRun.
