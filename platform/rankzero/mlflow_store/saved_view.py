@@ -61,7 +61,7 @@ def tag_value(goal: str) -> str:
         *(f"metrics.`{key}`" for key in (BUSY_GPUS, goal) if key),
     ]
     # As many pixels as the whole name of a column takes.
-    widths = {column: max(80, 22 + 63 * len(column.partition("`")[2]) // 10) for column in columns}
+    widths = {column: max(80, 26 + 7 * len(column.partition("`")[2])) for column in columns}
     charts = dict.fromkeys((goal, "train/loss", "val/loss", SPEED, WHOLE_SPEED, BUSY_GPUS))
     state = {
         "selectedColumns": columns,
