@@ -16,11 +16,15 @@ th,td{text-align:left;vertical-align:top;padding:.25rem 1rem .25rem 0;white-spac
  border-bottom:1px solid rgb(128 128 128/.3)} td+td{min-width:6rem}
 code,pre{font:.9em ui-monospace,monospace} summary{cursor:pointer;margin:1rem 0}
 pre{overflow-x:auto;padding:.75rem;background:rgb(128 128 128/.12);border-radius:.4rem}
-.grid{display:grid;gap:1rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,28rem),1fr))}
-.grid>*{min-width:0;margin:0} img{max-width:100%;height:auto;border-radius:.4rem}
+.grid{display:grid;grid-auto-flow:dense;gap:1rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,28rem),1fr))}
+.grid>*,figure{min-width:0;margin:0} .grid h3{margin:.5rem 0}
+.wide{grid-column:1/-1;overflow-x:auto} .wide>div{min-width:40rem}
+img{max-width:100%;height:auto;border-radius:.4rem}
 .js-plotly-plot text:not(.hoverlayer *,.heatmap-label *){fill:CanvasText!important}
 """
 _GREY = "rgba(128,128,128,.3)"
+WIDE = "wide"
+"""The `meta` of a plotly layout: a phone scrolls the chart, and does not squeeze it."""
 
 
 def page(title: str, parts: Iterable[Any]) -> str:
@@ -47,20 +51,24 @@ def _parts(parts: Iterable[Any]) -> Iterable[str]:
 
         # No colours of its own behind it, so that the page may be light or dark.
         clear, lines = "rgba(0,0,0,0)", {"gridcolor": _GREY, "zerolinecolor": _GREY}
+        # In the page's own text, long titles and legends of several lines do not collide.
+        title, wide = html.escape(part.layout.title.text or ""), part.layout.meta == WIDE
         part.update_layout(
             template="plotly_white",
+            title=None,
+            height=part.layout.height or 400,
             paper_bgcolor=clear,
             plot_bgcolor=clear,
             font_family="system-ui, sans-serif",
             # Next to a chart, it would leave no room on a phone.
             legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
-            margin={"l": 60, "r": 20, "t": 90, "b": 50},
-            title={"y": 0.97, "yanchor": "top", "font_size": 15},
+            margin={"l": 60, "r": 20, "t": 40, "b": 50},
         )
         part.update_xaxes(lines).update_yaxes(lines)
         options = {"responsive": True, "displaylogo": False}
-        yield plotly.io.to_html(part, options, full_html=False, include_plotlyjs=script)
+        chart = plotly.io.to_html(part, options, full_html=False, include_plotlyjs=script)
         script = False
+        yield f'<figure class="{WIDE if wide else ""}"><h3>{title}</h3>{chart}</figure>'
 
 
 def from_markdown(text: str) -> str:

@@ -278,10 +278,10 @@ def _report(
     # For `rankzero report`, which reads the study alone.
     study.note("objective", verdict.objective)
     study.note("sentence", text)
-    run.write_description(
-        f"**{text}**\n\nObjective: {verdict.objective}.\n\n{trials_markdown(trials)}\n\n"
-        f"{''.join(tables)}{effects_markdown(probe.effects)}Use it: `{setup.use}`\n"
-    )
+    result = f"**{text}**\n\nObjective: {verdict.objective}.\n\n"
+    details = f"{trials_markdown(trials)}\n\n{''.join(tables)}{effects_markdown(probe.effects)}"
+    use = f"Use it: `{setup.use}`\n"
+    run.write_description(f"{result}{details}{use}")
     with run.drawing():
         from rankzero.tuning.reports import (
             device_figures,
@@ -294,7 +294,11 @@ def _report(
         figures += probe_figures.interactive(probe.cells, probe.effects)
         probe_figures.write_pngs(run.folder.artifacts, probe.cells, probe.effects)
         device_figures.write_pngs(run.folder.artifacts, devices)
-        run.write("search.html", html_page.page(text, figures))
+        first, last = (
+            html_page.from_markdown(one.replace("&emsp;", "")) for one in (result + use, details)
+        )
+        charts = ['<div class="grid">', *figures, "</div><h2>Trials</h2>"]
+        run.write("search.html", html_page.page(run.folder.path.name, [first, *charts, last]))
         optuna_figures.write_pngs(run.folder.artifacts, trials, goal, verdict.region)
     return text
 

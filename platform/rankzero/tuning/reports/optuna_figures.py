@@ -24,6 +24,7 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
 
 from rankzero.experiment import Goal
+from rankzero.reporting.html_page import WIDE
 from rankzero.tuning.space import BATCH_INDEX, FACTOR, PRECISION, SPEED
 from rankzero.tuning.trial import Trial
 
@@ -31,7 +32,7 @@ _BATCH, _LR, _LR_FACTOR = "batch size", "learning rate", "learning rate / scaled
 _FACTS = {_BATCH: "batch_size", "precision": "precision", _LR: "lr"}
 _ON_LOG_SCALE = (_BATCH, _LR, _LR_FACTOR)
 _VALUE = "value (less is better)"
-_BLUE, _GREEN = "#1f77b4", "#2ca02c"
+_BLUE, _GREEN, _GREY = "#1f77b4", "#2ca02c", "#999999"
 _COLOURS = {"Best Trial": "#d62728"}  # of the Pareto front
 _INCHES = {"history": (10.0, 5.0), "importance": (8.0, 3.5), "parallel": (11.0, 5.0)}
 _DOTS_PER_INCH = 120
@@ -56,8 +57,26 @@ def interactive(trials: Sequence[Trial], goal: Goal, region: Sequence[int]) -> l
                 x, y = _speeds_and_qualities(trials, region)
                 star = {"symbol": "star", "color": _GREEN, "size": 16}
                 figure.add_scatter(x=x, y=y, mode="markers", name="sweet region", marker=star)
+            if name == "parallel":
+                _recolour(figure)
+            if name == "importance":
+                figure.update_yaxes(title=None)
             figures.append(figure)
     return figures
+
+
+def _recolour(figure: Any) -> None:
+    """Draw the best lines green and the worst grey: Optuna's blues vanish on a dark page."""
+    from plotly.colors import sample_colorscale
+
+    for trace in figure.data:
+        if trace.mode == "lines" and trace.y and trace.y[0] is not None:
+            # The first axis has the objective, from 0 to 1.
+            [colour] = sample_colorscale([[0, _GREEN], [1, _GREY]], [trace.y[0]])
+            trace.update(line={"color": colour, "width": 2}, opacity=1)
+        elif trace.marker is not None:
+            trace.update(marker={"showscale": False})
+    figure.update_layout(meta=WIDE)
 
 
 def write_pngs(folder: Path, trials: Sequence[Trial], goal: Goal, region: Sequence[int]) -> None:

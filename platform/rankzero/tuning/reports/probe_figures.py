@@ -76,6 +76,8 @@ def _heat_map(measured: Sequence[ProbeResult]) -> Any:
         text=labels,
         texttemplate="%{text}",
         colorscale="Viridis",
+        # The cells have the numbers.
+        showscale=False,
     )
     title = "Probe map: samples/s"
     axis = {"title": "batch size", "type": "category"}

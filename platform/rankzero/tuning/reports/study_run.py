@@ -173,11 +173,13 @@ def texts_of(trial: Trial) -> list[str]:
 
 
 def trials_markdown(trials: Sequence[Trial]) -> str:
-    """Return the trials as a Markdown table, the best first."""
+    """Return the trials as a Markdown table, the best first. Those that missed the bar follow."""
     head = [
         name.replace("_per_second", "/s").replace("_", " ") + "&emsp;" for name in SHOWN_COLUMNS
     ]
-    ranked = sorted(trials, key=lambda trial: (trial.value is None, trial.rank, trial.number))
+    ranked = sorted(
+        trials, key=lambda one: (one.value is None, not one.feasible, one.rank, one.number)
+    )
     # MLflow sets a table's columns without a gap.
     rows = [[text and f"{text}&emsp;" for text in texts_of(trial)] for trial in ranked]
     return markdown.table(head, rows)
