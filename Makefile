@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed-$(shell cksum < requirements.lock | cut -d' ' -f1)
 
-.PHONY: setup demo test test-slow test-cluster test-integrations docs torture soak fuzz check lint audit format bench lock tables clean
+.PHONY: setup demo screenshots test test-slow test-cluster test-integrations docs torture soak fuzz check lint audit format bench lock tables clean
 .PHONY: test-with-integrations test-with-keras test-with-deepspeed test-with-ray test-with-composer test-with-horovod test-contracts test-scripts
 .PHONY: environment-integrations environment-keras environment-deepspeed environment-ray environment-composer environment-horovod
 
@@ -32,6 +32,11 @@ test: setup
 # Long tests: browsers, whole searches, short fault campaigns, 5,000 crash points. `.ci/run slow` runs them.
 test-slow: setup
 	$(PYTEST) -m slow
+
+# The pictures of pages in the documentation are those that the browser tests take.
+screenshots: setup
+	RANKZERO_SCREENSHOTS=$(CURDIR)/.screenshots $(BIN)/pytest -m slow tests/cli/commands/test_ui.py
+	for image in docs/images/*.png; do cp .screenshots/$${image##*/} $$image; done
 
 # Real clusters in namespaces of this machine, without a network: Debian's Slurm. Needs root, slurmctld, slurmd, slurm-client, munge, iproute2.
 test-cluster: setup

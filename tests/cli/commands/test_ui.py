@@ -1,13 +1,12 @@
 """`rankzero ui` in a real browser, as somebody uses it who looks for what became of their runs.
 
-Pictures of every step are in the folder $RANKZERO_SCREENSHOTS, else in pytest's.
+Pictures of every step are in the folder $RANKZERO_SCREENSHOTS, else in pytest's. `make screenshots`
+renews those of the documentation with them.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,27 +15,32 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from rankzero.mlflow_store.client import RunRecord
 from rankzero.mlflow_store.saved_view import BUSY_GPUS, WHOLE_SPEED
-from support.commands import SECONDS, TINY, Command, command_in, free_port
+from support.browser import check_page, chromium, screenshots
+from support.commands import SECONDS, Command, command_in, free_port
+from support.paths import EXPERIMENTS
 from support.stores import list_runs
 from support.stubbed_nvml import card, compile_stub
 
 pytestmark = pytest.mark.slow
 
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 HERE = re.compile(r"(http://127\.0\.0\.1:\d+/|data:|blob:|about:)")
+DIGITS = EXPERIMENTS / "digits.py"
 STUDY, NEWEST = "the-study", "with-gpus"
+TRIALS = 8
 PATIENCE = 30_000  # milliseconds: two cores, and whatever else they do
 NO_ASSISTANT = "localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true')"
 OWN_LOOP = f"""
 import time, rankzero
 goal = rankzero.Goal("val/accuracy", "max")
-with rankzero.track("tiny", {{"lr": 0.1}}, name="{NEWEST}", goal=goal) as run:
+with rankzero.track("digits", {{"lr": 0.1}}, name="{NEWEST}", goal=goal) as run:
     for step in range(1, 31):
-        run.log({{"train/loss": 1 / step, "val/accuracy": 1 - 1 / step}}, step=step)
+        run.log({{"train/loss": 1 / step}}, step=step)
+        if step % 5 == 0:
+            run.evaluated({{"val/accuracy": 1 - 1 / step}}, step=step)
         time.sleep(0.15)
 """
 
@@ -44,6 +48,7 @@ with rankzero.track("tiny", {{"lr": 0.1}}, name="{NEWEST}", goal=goal) as run:
 class Shown(NamedTuple):
     """A UI that serves a store, and what it said."""
 
+    folder: Path
     address: str
     runs: str
     newest: str
@@ -59,9 +64,8 @@ def shown(tmp_path_factory: pytest.TempPathFactory, new_store: Path) -> Iterator
         server = rankzero.start("ui", "--port", free_port())
         links = _printed(server)
         found = list_runs(f"sqlite:///{folder / 'mlruns' / 'mlflow.db'}")
-        yield Shown(
-            links["MLflow UI"], links["runs"], links["newest run"], {run.name: run for run in found}
-        )
+        records = {run.name: run for run in found}
+        yield Shown(folder, links["MLflow UI"], links["runs"], links["newest run"], records)
         server.send_signal(signal.SIGINT)
         assert server.wait(timeout=30) == 0
 
@@ -70,15 +74,15 @@ def _fill(rankzero: Command, gpus: dict[str, str]) -> None:
     """Side by side, what can be: it all waits for imports."""
     started = [
         rankzero.start(
-            *("train", TINY, "train.steps=30", "step_seconds=0.05", f"lr={lr}"),
-            *("--run-name", f"lr-{lr}"),
+            *("train", DIGITS, "train.epochs=3", f"lr={lr}", "--nproc", 1),
+            *("--name", f"lr-{lr}"),
         )
-        for lr in (0.05, 0.1)
+        for lr in (0.003, 0.01)
     ]
     started += [
         rankzero.start(
-            *("search", TINY, "train.epochs=6", "goal.target=0.8", "--nproc", 1),
-            *("--trials", 3, "--no-probe", "--seeds", 2, "--challengers", 1, "--study", STUDY),
+            *("search", DIGITS, "train.epochs=2", "goal.target=0.8", "--nproc", 1),
+            *("--trials", TRIALS, "--no-probe", "--seeds", 2, "--challengers", 1, "--study", STUDY),
         )
     ]
     for process in started:
@@ -108,18 +112,19 @@ def _printed(server: subprocess.Popen[str]) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def context() -> Iterator[BrowserContext]:
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def context(browser: Browser) -> BrowserContext:
     """A browser that opens nothing of MLflow's by itself."""
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    assert chromium, "these tests need chromium: apt-get install chromium"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
-        context = browser.new_context(viewport={"width": 1400, "height": 900})
-        context.set_default_timeout(PATIENCE)
-        expect.set_options(timeout=PATIENCE)
-        context.add_init_script(NO_ASSISTANT)
-        yield context
-        browser.close()
+    context = browser.new_context(viewport={"width": 1440, "height": 700})
+    context.set_default_timeout(PATIENCE)
+    expect.set_options(timeout=PATIENCE)
+    context.add_init_script(NO_ASSISTANT)
+    return context
 
 
 @pytest.fixture
@@ -138,9 +143,7 @@ def page(context: BrowserContext) -> Iterator[Page]:
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = Path(os.environ.get("RANKZERO_SCREENSHOTS") or tmp_path_factory.mktemp("screenshots"))
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    return screenshots(tmp_path_factory.mktemp("screenshots"))
 
 
 def names(page: Page) -> list[str]:
@@ -174,7 +177,7 @@ def test_runs_have_useful_columns_and_charts(shown: Shown, page: Page, pictures:
     """
     page.goto(shown.runs)
     expect(page.get_by_role("link", name=NEWEST)).to_be_visible()
-    assert names(page)[0] == NEWEST and set(names(page)) == {NEWEST, STUDY, "lr-0.1", "lr-0.05"}
+    assert names(page)[0] == NEWEST and set(names(page)) == {NEWEST, STUDY, "lr-0.01", "lr-0.003"}
     page.screenshot(path=pictures / "runs.png")
     page.set_viewport_size({"width": 2000, "height": 900})  # the grid makes only what is in sight
     for column in (
@@ -193,6 +196,7 @@ def test_runs_have_useful_columns_and_charts(shown: Shown, page: Page, pictures:
     expect(page.get_by_text("What matters first", exact=False)).to_be_visible()
     see_curve(page, "val/accuracy")
     assert 4 <= page.get_by_test_id("experiment-view-compare-runs-card").count() <= 8
+    page.set_viewport_size({"width": 1440, "height": 900})
     page.screenshot(path=pictures / "charts.png")
 
 
@@ -225,26 +229,50 @@ def test_newest_run_has_its_curve_and_system_metrics(
 
 
 @pytest.mark.timeout(400)
-def test_study_has_its_figures_without_other_hosts(
+def test_pictures_are_one_click_away(shown: Shown, page: Page, pictures: Path) -> None:
+    page.goto(run_page(shown, "lr-0.003"))
+    with page.context.expect_page() as opened:
+        page.get_by_role("link", name="hardest mistakes", exact=True).click()
+    artifact = opened.value
+    # Its step is one that has a picture, and the picture has its own size.
+    picture = artifact.locator("img[src^='blob:']").first
+    expect(picture).to_be_visible()
+    assert picture.evaluate("one => one.naturalWidth") > 300
+    picture.screenshot(path=pictures / "pictures.png")
+    artifact.close()
+
+
+@pytest.mark.timeout(400)
+def test_study_has_trials_and_figures_without_other_hosts(
     shown: Shown, page: Page, pictures: Path
 ) -> None:
     page.goto(run_page(shown, STUDY))
     expect(page.get_by_text("val/accuracy", exact=False).first).to_be_visible()
     page.screenshot(path=pictures / "study.png")
-    page.get_by_role("tab", name="Artifacts").click()
-    page.get_by_text("pareto.png", exact=True).click()
-    picture = page.locator(
-        "img[alt='pareto.png'], .image-container img, img[src*='pareto'], img[src^='blob:']"
-    ).first
-    expect(picture).to_be_visible()
-    page.screenshot(path=pictures / "artifact.png")
-    page.get_by_text("search.html", exact=True).click()
-    plots = page.frame_locator("iframe").locator(".js-plotly-plot")
+    with page.context.expect_page() as opened:
+        page.get_by_role("link", name="search", exact=True).click()
+    artifact = opened.value
+    plots = artifact.frame_locator("iframe").locator(".js-plotly-plot")
     expect(plots.first.locator("svg.main-svg").first).to_be_visible()
-    front = plots.filter(has_text="samples/s").first
-    front.scroll_into_view_if_needed()
-    expect(front.locator(".scatterlayer .point").first).to_be_attached()
-    page.screenshot(path=pictures / "pareto.png")
+    expect(plots.first.locator(".scatterlayer .point").first).to_be_attached()
+    artifact.screenshot(path=pictures / "study-search.png")
+    artifact.close()
+    page.get_by_text("Show more").click()
+    trials = page.locator("table").filter(has_text="COMPLETE").first
+    expect(trials.locator("tbody tr").first).to_be_visible()
+    assert trials.locator("tbody tr").count() == TRIALS
+
+
+@pytest.mark.timeout(400)
+def test_page_of_a_search_fits_desktop_and_phone_in_light_and_dark(
+    shown: Shown, browser: Browser, pictures: Path
+) -> None:
+    path = shown.folder / "mlruns" / "runs" / STUDY / "artifacts" / "search.html"
+    check_page(browser, path, pictures, wide=1)
+    page = browser.new_page(viewport={"width": 900, "height": 900})
+    page.goto(path.as_uri())
+    page.locator("figure").first.screenshot(path=pictures / "pareto.png")
+    page.close()
 
 
 @pytest.mark.timeout(400)
@@ -273,13 +301,13 @@ def test_trials_sort_by_their_speed(shown: Shown, page: Page, pictures: Path) ->
 @pytest.mark.timeout(400)
 def test_two_runs_side_by_side(shown: Shown, page: Page, pictures: Path) -> None:
     page.goto(shown.runs)
-    for name in ("lr-0.05", "lr-0.1"):
+    for name in ("lr-0.003", "lr-0.01"):
         row = page.locator(".ag-pinned-left-cols-container .ag-row")
         row = row.filter(has=page.get_by_role("link", name=name, exact=True))
         row.locator("input.ag-checkbox-input").check()
     page.get_by_role("button", name="Compare").click()
     expect(page.get_by_text("Comparing 2 Runs")).to_be_visible()
-    for name in ("lr-0.05", "lr-0.1"):
+    for name in ("lr-0.003", "lr-0.01"):
         expect(page.get_by_text(name, exact=True).first).to_be_visible()
     expect(page.locator(".js-plotly-plot").first).to_be_visible()
     page.screenshot(path=pictures / "compare.png")
