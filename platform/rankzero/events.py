@@ -126,6 +126,16 @@ class ArtifactLogged:
 
 
 @dataclasses.dataclass(frozen=True)
+class ModelLogged:
+    """A model in MLflow's layout lies in the folder `path`, relative to the run's folder."""
+
+    time: float
+    step: int
+    path: str
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
 class SystemSampled:
     """Means over an interval of one node's GPU and host metrics. `sample` counts from 0."""
 
@@ -164,6 +174,7 @@ Event = (
     | ParamsLogged
     | TagsSet
     | ArtifactLogged
+    | ModelLogged
     | SystemSampled
     | Noticed
     | RunEnded

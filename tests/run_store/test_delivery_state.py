@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rankzero.events import CheckpointDeleted, CheckpointSaved, PicturesTaken, encode
+from rankzero.events import CheckpointDeleted, CheckpointSaved, ModelLogged, PicturesTaken, encode
 from rankzero.run_store import delivery_state
-from rankzero.run_store.delivery_state import DeliveryState, Task
+from rankzero.run_store.delivery_state import DeliveryState, Queue, Task
 from support.runs import T0, ended
 
 SAVED = CheckpointSaved(T0, 10, "checkpoints/step_00000010", True, {"val/accuracy": 0.5})
@@ -101,3 +101,9 @@ def test_an_unknown_upload_is_counted_and_the_rest_is_kept(tmp_path: Path, odd: 
 
 def test_a_missing_file_is_a_new_state(tmp_path: Path) -> None:
     assert delivery_state.load(tmp_path / "delivery.json") == DeliveryState()
+
+
+def test_a_model_waits_across_a_restart(tmp_path: Path) -> None:
+    queue = Queue(waiting=(ModelLogged(T0, 3, "models/step_00000003_1", "net"),))
+    delivery_state.save(tmp_path / "delivery.json", DeliveryState(queue=queue))
+    assert delivery_state.load(tmp_path / "delivery.json").queue == queue

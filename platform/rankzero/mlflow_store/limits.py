@@ -39,6 +39,16 @@ def _legal(key: str) -> str:
     return posixpath.normpath(_ILLEGAL.sub("_", key).replace("..", "_")).lstrip("/")
 
 
+def check_model_name(name: str) -> None:
+    """Raise ValueError unless MLflow takes the name for a logged model."""
+    name.encode()
+    if not name or len(name) > KEY_LENGTH or set(name) & set("/:.%\"'\0"):
+        raise ValueError(
+            f"the name of a model is not empty, has {KEY_LENGTH} characters at most, and none of "
+            "/ : . % \" '"
+        )
+
+
 def names(keys: Iterable[str]) -> dict[str, str]:
     """Return {key: legal name} with different names, whatever the order of the keys."""
     found: dict[str, str] = {}

@@ -21,6 +21,7 @@ from rankzero.events import (
     CheckpointDeleted,
     CheckpointSaved,
     Event,
+    ModelLogged,
     PicturesTaken,
     RunEnded,
     decode,
@@ -41,7 +42,8 @@ class Task(enum.Enum):
     PAGE_UPDATE = "afterword"
 
 
-Upload = Task | CheckpointSaved | CheckpointDeleted | PicturesTaken
+UploadEvent = CheckpointSaved | CheckpointDeleted | PicturesTaken | ModelLogged
+Upload = Task | UploadEvent
 _FORMER_TASKS = ("figures",)
 """Earlier versions queued these: figures of the whole run, which MLflow draws itself."""
 
@@ -303,7 +305,7 @@ def _upload(word: str) -> Upload | None:
     with contextlib.suppress(ValueError):
         return Task(word)
     event = _event(word)
-    return event if isinstance(event, CheckpointSaved | CheckpointDeleted | PicturesTaken) else None
+    return event if isinstance(event, UploadEvent) else None
 
 
 def _event(line: str) -> Event | None:

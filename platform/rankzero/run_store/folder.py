@@ -145,6 +145,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def models(self) -> Path:
+        """Models that a program logs, in MLflow's layout."""
+        return self.path / "models"
+
+    @property
     def pictures(self) -> Path:
         """The arrays that pictures are drawn from, until MLflow has the pictures."""
         return self.path / "pictures"

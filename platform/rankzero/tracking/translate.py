@@ -15,6 +15,7 @@ from rankzero.events import (
     DataDescribed,
     Evaluated,
     Event,
+    ModelLogged,
     ParamsLogged,
     PicturesTaken,
     RunEnded,
@@ -182,7 +183,7 @@ class _Draft:
         """Queue the event's upload, or return its points. A malformed event is counted instead."""
         try:
             match event:
-                case CheckpointSaved() | CheckpointDeleted() | PicturesTaken():
+                case CheckpointSaved() | CheckpointDeleted() | PicturesTaken() | ModelLogged():
                     if isinstance(event, CheckpointSaved):
                         # `linked` looks these names up later, so they get their owners here.
                         for key in event.metrics:

@@ -1,4 +1,4 @@
-"""Uploads of a run: artifacts, checkpoints as logged models, pictures. A repetition is harmless."""
+"""Uploads of a run: artifacts, checkpoints and models, pictures. A repetition is harmless."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rankzero import scalars
-from rankzero.events import CheckpointDeleted, CheckpointSaved, PicturesTaken
+from rankzero.events import CheckpointDeleted, CheckpointSaved, ModelLogged, PicturesTaken
 from rankzero.permanent_errors import NeverAccepted, lacks_resources, refusal
 from rankzero.run_store.delivery_state import DeliveryState, Task, Upload
 from rankzero.run_store.folder import RunFolder, is_hidden_artifact
@@ -41,6 +41,8 @@ def upload(
                 yield _upload_checkpoint(item, target, folder, state)
         case PicturesTaken():
             yield _upload_pictures(item, target, folder, state)
+        case ModelLogged():
+            yield _upload_model(item, target, folder, state)
 
 
 def _upload_artifacts(
@@ -90,6 +92,19 @@ def _upload_checkpoint(
         )
     except FileNotFoundError:
         log.info("retention removed the checkpoint of step %d before its upload", event.step)
+    return state
+
+
+def _upload_model(
+    event: ModelLogged, target: Target, folder: RunFolder, state: DeliveryState
+) -> DeliveryState:
+    path, what = folder.path / event.path, f"model {event.name}"
+    if _leads_out(path, folder.models):
+        return _rejected(state, what, f"{event.path!r} leads out of the run's folder")
+    if not path.exists():
+        return _rejected(state, what, f"{event.path} is gone")
+    tags = {"rankzero.step": str(event.step), "rankzero.saved_at": repr(event.time)}
+    target.store.models.log_model(target.run, path, event.name, event.step, tags)
     return state
 
 

@@ -340,6 +340,30 @@ class TrackedRun:
 
         self._keep_event("an image", event)
 
+    def log_model(
+        self,
+        pytorch_model: Any,
+        name: str = "model",
+        *,
+        input_example: Any,
+        step: int | None = None,
+    ) -> None:
+        """Log a module of PyTorch, which ``mlflow.pytorch.load_model`` loads.
+
+        Traces a copy on the CPU, which takes seconds. A model that cannot be traced is not logged:
+        nothing is pickled. `input_example`: a batch, as a tensor, an array or a tuple of them.
+        """
+
+        def event() -> Event:
+            from rankzero.integrations.own_loop import logged_models
+
+            with self._lock:
+                self._attempt.flush()
+                at = self._attempt.history.step_of(step)
+            return logged_models.keep(self._log.folder, pytorch_model, name, input_example, at)
+
+        self._keep_event(f"the model {name!r}", event)
+
     def _keep_file(self, name: str, save: Callable[[Path], object]) -> None:
         self._keep_event(name, lambda: logged_files.write(self._log.folder, name, save))
 

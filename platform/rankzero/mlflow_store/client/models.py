@@ -94,22 +94,19 @@ class MlflowModels:
         """Upload a model that `save_pytorch` saved and return its id.
 
         ``mlflow.pytorch.load_model("models:/<id>")`` loads it. Deletes what an interrupted upload
-        of this name left.
+        of this name left. With a tag ``rankzero.saved_at``, once is enough.
         """
-        for left in self._models(run, kind):
-            if left.name == name and left.status != "READY":
-                self.delete_checkpoint(left.model_id)
-        model = self._client.create_logged_model(
-            run.experiment_id,
-            name=name,
-            source_run_id=run.run_id,
-            tags=dict(tags),
-            model_type=kind,
-        )
-        self._locations.of_model(model).upload_folder(folder)
-        self._client.finalize_logged_model(model.model_id, "READY")
-        self._link_output(run, model.model_id, step)
-        return model.model_id
+        saved_at = tags.get("rankzero.saved_at")
+        whole: LoggedModel | None = None
+        for model in self._models(run, kind):
+            if model.name == name and model.tags.get("rankzero.saved_at") == saved_at:
+                if model.status != "READY":
+                    self.delete_checkpoint(model.model_id)
+                elif saved_at is not None:
+                    whole = model
+        model_id = (whole or self._upload_model(run, folder, name, tags, kind)).model_id
+        self._link_output(run, model_id, step)
+        return str(model_id)
 
     def best_model(self, run: RunRecord) -> str | None:
         """Return the id of the run's newest logged best model, or None if it has none."""
@@ -193,6 +190,20 @@ class MlflowModels:
             self.delete_checkpoint(model.model_id)
             raise FileNotFoundError(folder)
         log_points(self._client, run.run_id, points(model.model_id))
+        self._client.finalize_logged_model(model.model_id, "READY")
+        return model
+
+    def _upload_model(
+        self, run: RunRecord, folder: Path, name: str, tags: Mapping[str, str], kind: str
+    ) -> LoggedModel:
+        model = self._client.create_logged_model(
+            run.experiment_id,
+            name=name,
+            source_run_id=run.run_id,
+            tags=dict(tags),
+            model_type=kind,
+        )
+        self._locations.of_model(model).upload_folder(folder)
         self._client.finalize_logged_model(model.model_id, "READY")
         return model
 

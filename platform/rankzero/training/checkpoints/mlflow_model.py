@@ -14,7 +14,10 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from rankzero.mlflow_store.client import MlflowRuns, RunRecord
@@ -45,36 +48,73 @@ def log_model(
         )
 
 
+def save_traced(model: nn.Module, example: Sequence[Tensor], folder: Path) -> None:
+    """Trace a copy of the model on the CPU, and write it into the new folder in MLflow's layout.
+
+    Raises ValueError with the reason if it cannot be traced.
+    """
+    try:
+        _save_traced(*_copied(model, example), folder)
+    except Exception as error:  # torch.export fails in as many ways as there are models
+        raise ValueError(f"it cannot be traced: {_first_line(error)}") from error
+
+
 def _save(
     model: Any, example: Any, folder: Path, code_paths: Sequence[Path]
 ) -> Literal["pt2", "pickle"]:
     """Write the model into the new folder in MLflow's layout, and return the format."""
     from rankzero.mlflow_store.client.pytorch import save_pytorch
 
-    model = copy.deepcopy(model).cpu().eval()
-    inputs = []
-    for tensor in example if isinstance(example, (tuple, list)) else (example,):
-        tensor = tensor.detach().cpu()
-        # torch.export takes a batch size of 1 for a constant.
-        if tensor.ndim and len(tensor) == 1:
-            tensor = tensor.repeat(2, *[1] * (tensor.ndim - 1))
-        inputs.append(tensor)
-    outputs = _array(model(*inputs))
-    arrays = [_array(tensor) for tensor in inputs]
+    inputs = example if isinstance(example, (tuple, list)) else (example,)
+    copied = _copied(model, inputs)
     try:
-        # torch.export prints whole graphs.
-        with (
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
-        ):
-            save_pytorch(model, folder, arrays, outputs, "pt2", ())
-    except Exception as error:  # torch.export fails in as many ways as there are models
-        first_line = (str(error).splitlines() or [repr(error)])[0]
-        log.warning("the model cannot be traced, so it is pickled: %s", first_line)
+        _save_traced(*copied, folder)
+    except Exception as error:
+        log.warning("the model cannot be traced, so it is pickled: %s", _first_line(error))
         shutil.rmtree(folder, ignore_errors=True)
-        save_pytorch(model, folder, arrays, outputs, "pickle", code_paths)
+        save_pytorch(copied.model, folder, copied.arrays, copied.output, "pickle", code_paths)
         return "pickle"
     return "pt2"
+
+
+class _Copied(NamedTuple):
+    """A model on the CPU, a batch for it, and what it returns."""
+
+    model: nn.Module
+    arrays: list[Any]
+    output: Any
+
+
+def _copied(model: nn.Module, example: Sequence[Tensor]) -> _Copied:
+    # A copy on its GPU might not fit there.
+    weights = {id(one): nn.Parameter(_on_cpu(one), one.requires_grad) for one in model.parameters()}
+    copied = copy.deepcopy(model, weights | {id(one): _on_cpu(one) for one in model.buffers()})
+    copied = copied.cpu().eval()
+    inputs = [_on_cpu(tensor) for tensor in example]
+    # torch.export takes a batch size of 1 for a constant.
+    inputs = [
+        tensor.repeat(2, *[1] * (tensor.ndim - 1)) if tensor.ndim and len(tensor) == 1 else tensor
+        for tensor in inputs
+    ]
+    with torch.no_grad():
+        output = copied(*inputs)
+    return _Copied(copied, [_array(tensor) for tensor in inputs], _array(output))
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _save_traced(model: nn.Module, arrays: list[Any], output: Any, folder: Path) -> None:
+    from rankzero.mlflow_store.client.pytorch import save_pytorch
+
+    # torch.export prints whole graphs.
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        save_pytorch(model, folder, arrays, output, "pt2", ())
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [repr(error)])[0]
 
 
 def _array(tensor: Any) -> Any:
