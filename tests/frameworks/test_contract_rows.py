@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from frameworks.contracts import recorded
 from frameworks.examples import needs, run
@@ -166,7 +167,6 @@ def test_accelerates_tracker_has_the_methods_of_its_run_and_no_others() -> None:
 
 def test_ignites_trainer_may_output_a_sequence_or_nothing() -> None:
     needs("ignite")
-    import torch
     from ignite.engine import Engine
 
     from rankzero.integrations.ignite import RankZeroHandler
@@ -182,7 +182,6 @@ def test_ignites_trainer_may_output_a_sequence_or_nothing() -> None:
 
 def test_ignites_handler_is_a_logger_that_ends_with_its_block() -> None:
     needs("ignite")
-    import torch
     from ignite.engine import Engine, Events
     from ignite.handlers import global_step_from_engine
     from ignite.metrics import Average
@@ -232,23 +231,38 @@ def test_ignites_block_that_raises_fails_the_run() -> None:
     assert recorded.ends(only_run()) == [("FAILED", "ValueError: broken on purpose")]
 
 
+class Model(torch.nn.Linear):
+    def forward(self, x: Any, labels: Any) -> dict[str, torch.Tensor]:
+        return {"loss": (super().forward(x) - labels).pow(2).mean()}
+
+
 def test_transformers_evaluation_without_a_training_has_its_arguments() -> None:
     needs("transformers")
-    import torch
     from transformers import Trainer, TrainingArguments
 
     from rankzero.integrations.transformers import RankZeroCallback
 
-    class Model(torch.nn.Linear):
-        def forward(self, x: Any, labels: Any) -> dict[str, torch.Tensor]:
-            return {"loss": (super().forward(x) - labels).pow(2).mean()}
-
     data: Any = [{"x": torch.ones(2), "labels": torch.ones(1)}] * 4
     arguments = TrainingArguments("out", report_to="none", use_cpu=True, seed=7)
-    trainer = Trainer(Model(2, 1), arguments, eval_dataset=data, callbacks=[RankZeroCallback()])
+    trainer = Trainer(Model(2, 1), arguments, None, data, data, callbacks=[RankZeroCallback()])
     trainer.evaluate()
     params, rows = recorded.read(only_run())
-    assert params["seed"] == 7 and "val/loss" in rows[0]
+    assert params["seed"] == 7 and "val/loss" in rows[0] and "train/epoch" not in rows[0]
+
+
+def test_transformers_evaluation_after_a_training_logs_no_value_again() -> None:
+    needs("transformers")
+    from transformers import Trainer, TrainingArguments
+
+    from rankzero.integrations.transformers import RankZeroCallback
+
+    data: Any = [{"x": torch.ones(2), "labels": torch.ones(1)}] * 4
+    arguments = TrainingArguments("out", report_to="none", use_cpu=True, max_steps=1)
+    trainer = Trainer(Model(2, 1), arguments, None, data, data, callbacks=[RankZeroCallback()])
+    trainer.train()
+    trainer.evaluate()
+    assert "val/loss" in recorded.read(only_run()).rows[1]
+    assert not [note for note in notes(only_run()) if "earlier attempt" in note]
 
 
 def test_suite_that_cannot_be_had_is_a_failure_with_its_reason(tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ class RankZeroCallback(TrainerCallback):
             for name, value in (logs or {}).items()
             if not name.startswith("eval_")
         }
-        if found:
+        # An evaluation's own log has nothing else but the epoch, which the last step has logged.
+        if found.keys() - {"train/epoch"}:
             self._begun(args).log(found, state.global_step)
 
     def on_evaluate(
@@ -58,7 +59,8 @@ class RankZeroCallback(TrainerCallback):
         **_: Any,
     ) -> None:
         """Log ``eval_loss`` as ``val/loss``, and ``test_loss`` of a prediction as ``test/loss``."""
-        found = {_grouped(name): value for name, value in (metrics or {}).items()}
+        values = (metrics or {}).items()
+        found = {_grouped(name): value for name, value in values if name != "epoch"}
         self._begun(args).evaluated(found, state.global_step)
 
     on_predict = on_evaluate
