@@ -49,6 +49,8 @@ EXTRAS_integrations := metrics,streams,lightning,transformers,accelerate,ignite
 EXTRAS_keras := keras
 EXTRAS_deepspeed := deepspeed
 EXTRAS_ray := ray
+# For Transformers' example in test-scripts.
+PACKAGES_integrations := evaluate
 # No extra: it asks for older versions of these, such as PyTorch below 2.7.1. It runs with those of the lock.
 PACKAGES_composer := mosaicml==0.32.1
 NEWER_composer := torch|torchvision|pillow|importlib-metadata|packaging|numpy
@@ -83,7 +85,7 @@ test-with-horovod: environment-horovod
 test-contracts: environment-integrations environment-keras
 	PYTHONPATH=tests $(BIN)/python -m frameworks.contracts $(ARGS)
 
-# Training scripts that others wrote, with a few lines of ours: docs/migration.md. It clones four repositories into .suites, by commit.
+# Training scripts that others wrote, with a few lines of ours: docs/migration.md. It clones five repositories into .suites, by commit.
 test-scripts: environment-integrations
 	RANKZERO_SCRIPTS=1 .venv-integrations/bin/python -m pytest tests/frameworks/test_scripts.py
 

@@ -22,6 +22,9 @@ TIMM = Repository(
     "https://github.com/huggingface/pytorch-image-models",
     "aa4b5850c1543fa488abf260f18390eda46cf85d",
 )
+TRANSFORMERS = Repository(
+    "https://github.com/huggingface/transformers", "cc041637bc2b3639bba0b8f85672c1653cdb6248"
+)
 
 
 @dataclass(frozen=True)
@@ -142,5 +145,21 @@ SCRIPTS = {
         {"batch_size": "4", "model": "test_resnet"},
         kept="mlruns/artifacts/**/last.pth.tar",
         on_cpus=(("train.py", "device_ids=[device]", "device_ids=None"),),
+    ),
+    "run_clm": Script(
+        TRANSFORMERS,
+        "examples/pytorch/language-modeling/run_clm.py",
+        tiny_data.words,
+        "--train_file train.txt --validation_file val.txt --tokenizer_name tokenizer "
+        "--model_type gpt2 --config_overrides "
+        "n_layer=1,n_head=2,n_embd=16,n_positions=16,vocab_size=32 --block_size 16 --use_cpu "
+        "--do_train --do_eval --per_device_train_batch_size 2 --logging_steps 1 --report_to none "
+        "--eval_strategy epoch --save_strategy epoch --output_dir out",
+        "--num_train_epochs 1",
+        "--num_train_epochs 2 --resume_from_checkpoint out/checkpoint-4",
+        [*range(1, 9)],
+        {"val/loss": [4, 8], "val/accuracy": [4, 8]},
+        {"per_device_train_batch_size": "2", "learning_rate": "5e-05"},
+        kept="out/checkpoint-8",
     ),
 }

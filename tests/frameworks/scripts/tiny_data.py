@@ -48,5 +48,39 @@ def letters(folder: Path) -> None:
     (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 32}))
 
 
+ACCURACY = """
+import datasets
+import evaluate
+
+class Accuracy(evaluate.Metric):
+    def _info(self):
+        value = datasets.Value("int32")
+        features = datasets.Features({"predictions": value, "references": value})
+        return evaluate.MetricInfo(description="", citation="", features=features)
+
+    def _compute(self, predictions, references):
+        same = [one == other for one, other in zip(predictions, references)]
+        return {"accuracy": sum(same) / len(same)}
+"""
+
+
+def words(folder: Path) -> None:
+    """Write texts, a tokenizer of 32 words, and the metric that evaluate would fetch."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {f"w{number}": number for number in range(32)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=16).save_pretrained(
+        folder / "tokenizer"
+    )
+    for part, count in (("train", 256), ("val", 64)):
+        text = " ".join(f"w{number}" for number in RANDOM.integers(0, 32, count))
+        (folder / f"{part}.txt").write_text(text)
+    (folder / "accuracy").mkdir()
+    (folder / "accuracy" / "accuracy.py").write_text(ACCURACY)
+
+
 def none(folder: Path) -> None:
     """Write nothing: the script makes its data itself."""
