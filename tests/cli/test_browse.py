@@ -159,11 +159,11 @@ def test_runs_as_json_have_the_same_keys(here: Here) -> None:
             "parent",
             "mlflow_run_id",
             "data",
+            "mlflow_name",
+            "bytes",
             "params",
             "metrics",
             "tags",
-            "mlflow_name",
-            "bytes",
         )
     }
     assert found[0]["params"]["lr"] == "0.001" and 0 <= found[0]["metrics"]["val/accuracy"] <= 1
