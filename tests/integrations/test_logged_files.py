@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,7 @@ class Undrawable:
 
 
 def test_bad_input_is_noted_and_costs_nothing_else(
-    run: TrackedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: TrackedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     actions: list[tuple[Any, tuple[Any, ...], str]] = [
         (run.log_params, (3,), "a param is not logged: ConfigError"),
@@ -194,15 +195,17 @@ def test_bad_input_is_noted_and_costs_nothing_else(
         ),
         (run.log_image, ("text", "i.png"), "str is no tensor, array, PIL image"),
         (run.log_image, (np.zeros(3),), "an image has the shape"),
+        (run.log_text, ("x", "taken/below.txt"), "taken/below.txt is not logged: "),
     ]
+    run.log_text("kept", "taken")
     for act, arguments, note in actions:
         act(*arguments)
         assert note in capsys.readouterr().out, note
-    Path("big.bin").write_bytes(b"12345")
-    with monkeypatch.context() as patched:
-        patched.setattr(logged_files, "disk_free", lambda _: 4)
-        run.log_artifact("big.bin")
-    assert "it has 5 bytes, and the disk of the runs has 4 free" in capsys.readouterr().out
+    # A hole: it has its size, and no bytes on the disk.
+    with Path("big.bin").open("wb") as big:
+        big.truncate(shutil.disk_usage(".").free + 10 * 2**30)
+    run.log_artifact("big.bin")
+    assert "bytes, and the disk of the runs has" in capsys.readouterr().out
     run.set_tags({"long": "x" * 10_000})
     run.log({"loss": 1.0}, 1)
     run.finish()
@@ -210,7 +213,8 @@ def test_bad_input_is_noted_and_costs_nothing_else(
     problems = delivered(folder, store).state.problems
     assert store.status == "FINISHED" and store.curve("loss") == {1: 1.0}
     assert "tag 'long': 10,000 characters, of which MLflow keeps 8,000" in problems.remarks[0]
-    assert {name.split("/")[0] for name in store.artifacts} == {"provenance"}
+    assert {name.split("/")[0] for name in store.artifacts} == {"provenance", "taken"}
+    assert store.artifacts["taken"] == "kept"
     assert not [path for path in folder.artifacts.rglob("*") if path.name.startswith(".")]
 
 

@@ -587,15 +587,27 @@ def test_threads_that_log_at_once_lose_nothing() -> None:
 
 def test_log_costs_a_training_microseconds() -> None:
     with unrecorded() as run:
+        start = time.thread_time()  # Others use the machine.
+        for step in range(4000):
+            run.log({"train/loss": 1.5}, step)
+        # All calls count: eight of them flush.
+        assert (time.thread_time() - start) / 4000 < 20e-6
 
-        def seconds_each(calls: int) -> float:
-            start = time.perf_counter()
-            for step in range(calls):
-                run.log({"train/loss": 1.5}, step)
-            return (time.perf_counter() - start) / calls
 
-        # The best of several, because others use the machine.
-        assert min(seconds_each(100) for _ in range(20)) < 20e-6
+def test_track_and_what_it_logs_import_nothing_heavy(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", LIGHT], cwd=tmp_path, check=True)
+
+
+LIGHT = """
+import sys, rankzero
+with rankzero.track("mine", {"lr": 0.1}, offline=True) as run:
+    run.log({"loss": 1.0})
+    run.evaluated({"val/loss": 1.0})
+    run.set_tag("team", "a")
+    run.log_text("hello", "a.txt")
+loaded = {"torch", "mlflow", "optuna", "numpy", "pandas"} & set(sys.modules)
+assert not loaded, loaded
+"""
 
 
 def test_second_process_cannot_write_the_same_run() -> None:

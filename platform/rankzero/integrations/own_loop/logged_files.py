@@ -41,7 +41,7 @@ def copy(
         }
     # A file of a folder may vanish meanwhile.
     known = (path for path in files.values() if path.exists() or path == source)
-    size, free = sum(path.stat().st_size for path in known), disk_free(folder)
+    size, free = sum(path.stat().st_size for path in known), shutil.disk_usage(folder.path).free
     if size > free:
         raise ValueError(f"it has {size:,} bytes, and the disk of the runs has {free:,} free")
     for name, path in files.items():
@@ -134,8 +134,3 @@ def keep_picture(folder: RunFolder, key: str, image: Any, step: int) -> Pictures
     path = folder.pictures / f"step_{max(step, 0):08d}_{time.time_ns()}.npz"
     picture_files.write(path, {"own_names": np.array([name]), "own_0": pixels})
     return PicturesTaken(time.time(), step, f"{folder.pictures.name}/{path.name}")
-
-
-def disk_free(folder: RunFolder) -> int:
-    """Return the bytes that are free on the disk of the runs."""
-    return shutil.disk_usage(folder.path).free
