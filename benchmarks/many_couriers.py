@@ -2,7 +2,7 @@
 
     python benchmarks/many_couriers.py [--couriers 200] [--seconds 120] [--workers 2] [--quick]
 
-Takes about ten minutes, and 8 GB of memory.
+It has run with `--quick` only, so its time and memory are not known.
 
 Couriers, server and PostgreSQL share the machine. One process plays the trainings: each writes ten
 steps a second with three metrics, and one report a second with five, as a real run does. All end

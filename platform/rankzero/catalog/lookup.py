@@ -119,7 +119,7 @@ def listed(
     for entry in _entries(runs):
         signature = _signature(entry.path)
         known, folder = cached.get(f"{entry.name}\t{signature}"), RunFolder(Path(entry.path))
-        if known is not None and (one := _from_line(known, folder)) is not None:
+        if known is not None and (one := summary.from_line(known, folder)) is not None:
             found.append(one)
             continue
         if not _is_run(entry):
@@ -211,10 +211,3 @@ def _cached(path: Path) -> tuple[dict[str, str], int]:
         signature, _, kept = rest.partition("\t")
         cached[f"{name}\t{signature}"] = kept
     return cached, len(lines)
-
-
-def _from_line(line: str, folder: RunFolder) -> Summary | None:
-    # It may be torn, of another version, or somebody else's.
-    with contextlib.suppress(ValueError, TypeError, RecursionError, AttributeError):
-        return summary.from_line(line, folder)
-    return None

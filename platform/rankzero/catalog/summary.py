@@ -126,13 +126,16 @@ _ENDS = get_args(Status)
 def from_line(line: str, folder: RunFolder) -> Summary | None:
     """Return the summary of an ended run from its line, or None if the line is of no such run.
 
-    Its end, the details, is read when it is needed; the run's folder is read if that is not sound.
+    The line may be torn, of another version, or somebody else's. The details are decoded when they
+    are needed. If they are damaged, they are read from the run's folder.
     """
     head, _, details = line.partition("\t")
-    fields = json.loads(head)
-    if not _are_kinds(tuple(fields), tuple(map(type, fields.values()))):
+    try:
+        fields = json.loads(head)
+        kinds = tuple(fields), tuple(map(type, fields.values()))
+    except (ValueError, AttributeError, RecursionError):
         return None
-    if fields["status"] not in _ENDS:
+    if not (_are_kinds(*kinds) and fields["status"] in _ENDS):
         return None
     return Summary(folder, details=functools.cache(lambda: _details(details, folder)), **fields)
 
