@@ -128,18 +128,22 @@ def recording(
 
 
 def test_starting_costs_milliseconds(tmp_path: Path) -> None:
-    seconds, handles = [], []
-    folders = [make_folder(tmp_path, "http://127.0.0.1:9") for _ in range(3)]
+    processor, elapsed, handles = [], [], []
+    folders = [make_folder(tmp_path, "http://127.0.0.1:9") for _ in range(5)]
     for folder in folders:
-        begin = time.perf_counter()
+        begin, begin_of_processor = time.perf_counter(), time.thread_time()
         handles.append(recorder.start(folder, [], 0))
-        seconds.append(time.perf_counter() - begin)
+        elapsed.append(time.perf_counter() - begin)
+        processor.append(time.thread_time() - begin_of_processor)
     for handle in handles:
         for process in (*psutil.Process(handle.pid).children(), psutil.Process(handle.pid)):
             process.kill()
         handle.close()
         handle.close()
-    assert min(seconds) < 0.010
+    assert min(processor) < 0.010
+    # A recorder takes longer than this to import its modules, so `start` did not wait for one.
+    # The bar is not lower, because other tests may hold both cores.
+    assert min(elapsed) < 0.100
 
 
 def test_a_newer_attempt_ends_the_older_recorder_at_once(
