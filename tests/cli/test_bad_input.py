@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -193,3 +194,21 @@ def test_importing_rankzero_imports_nothing(tmp_path: Path) -> None:
         f"import sys, rankzero\nloaded = {LIGHT!r} & set(sys.modules)\nassert not loaded, loaded"
     )
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
+
+
+@pytest.mark.parametrize(("utf8", "says"), [("0", "write PYTHONUTF8=1"), ("1", "no runs")])
+def test_umlaut_is_refused_where_python_reads_paths_as_ascii(
+    tmp_path: Path, utf8: str, says: str
+) -> None:
+    folder = tmp_path / "Köln"
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "rankzero", "runs"],
+        cwd=folder,
+        env={**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": utf8},
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
+    assert says in done.stderr + done.stdout
+    assert (done.returncode == 2) == (utf8 == "0") and "Traceback" not in done.stderr

@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_START.format(len(VERBS)))
         return USAGE
     try:
+        _refuse_paths_in_ascii(words)
         arguments = parse(words)  # imports the verb's module, during which Ctrl-C may come
         if arguments.verb in TRAINING_VERBS:
             from rankzero.cli.display.terminal import warn_if_interrupt_is_ignored
@@ -80,6 +81,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--debug" in words:
             raise
         return _report(error)
+
+
+def _refuse_paths_in_ascii(words: Sequence[str]) -> None:
+    """Raise UserError for an umlaut in a path that Python would decode as ASCII.
+
+    Python does so only when it is told: it takes UTF-8 in the C locale by itself. Such a path
+    cannot be written into the journal, into SQLite or into MLflow.
+    """
+    if sys.getfilesystemencoding() != "ascii":
+        return
+    for text in (*words, os.getcwd(), os.environ.get("RANKZERO_DIR", "")):
+        if not text.isascii():
+            raise UserError(
+                f"{os.fsencode(text).decode(errors='replace')!r} is not ASCII, and the locale and Python's settings allow only ASCII; "
+                "write PYTHONUTF8=1 before the command"
+            )
 
 
 def parse(words: list[str]) -> argparse.Namespace:
