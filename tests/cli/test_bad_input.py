@@ -208,6 +208,7 @@ def test_umlaut_is_refused_where_python_reads_paths_as_ascii(
         env={**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": utf8},
         text=True,
         capture_output=True,
+        check=False,
         timeout=60,
     )
     assert says in done.stderr + done.stdout

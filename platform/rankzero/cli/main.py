@@ -91,10 +91,11 @@ def _refuse_paths_in_ascii(words: Sequence[str]) -> None:
     """
     if sys.getfilesystemencoding() != "ascii":
         return
-    for text in (*words, os.getcwd(), os.environ.get("RANKZERO_DIR", "")):
+    for text in (*words, str(Path.cwd()), os.environ.get("RANKZERO_DIR", "")):
         if not text.isascii():
+            path = os.fsencode(text).decode(errors="replace")
             raise UserError(
-                f"{os.fsencode(text).decode(errors='replace')!r} is not ASCII, and the locale and Python's settings allow only ASCII; "
+                f"{path!r} is not ASCII, and the locale and Python's settings allow only ASCII; "
                 "write PYTHONUTF8=1 before the command"
             )
 

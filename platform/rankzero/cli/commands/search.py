@@ -41,7 +41,7 @@ from rankzero.tuning.reports.study_run import StudyRun
 from rankzero.tuning.space import Space, make_space
 from rankzero.tuning.trials import describe
 from rankzero.tuning.trials.describe import ExperimentDescription
-from rankzero.tuning.trials.host import Host
+from rankzero.tuning.trials.host import Host, closed_together
 from rankzero.tuning.trials.host_process import LocalHost
 from rankzero.tuning.trials.resources import Share, shares
 
@@ -113,44 +113,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     chosen = _search_options(arguments)
-    with contextlib.ExitStack() as hosts:
-        first = hosts.enter_context(host(arguments))
+    with closed_together() as hosts:
+        first = _make_host(arguments)
+        hosts.append(first)
         described, space = described_space(arguments, first)
         if chosen.price and space.reference.train.strategy == "dp":
             raise UserError("--price counts processes, and train.strategy=dp has one: use ddp")
         if arguments.parallel == 1 or _is_elsewhere(arguments):
-            others = [hosts.enter_context(host(arguments)) for _ in range(arguments.parallel - 1)]
-            return _search(arguments, chosen, [first, *others], described, space)
+            hosts += [_make_host(arguments) for _ in range(arguments.parallel - 1)]
+            return _search(arguments, chosen, hosts, described, space)
         # The first host has the whole machine. Each trial needs a host on its own share.
-        hosts.pop_all().close()
+        hosts.remove(first)
+        first.close()
         found = shares(
             arguments.parallel, max(space.devices), described.gpus, usable_cores(), os.environ
         )
-        side_by_side = [hosts.enter_context(host(arguments, share)) for share in found]
-        return _search(arguments, chosen, side_by_side, described, space)
+        hosts += [_make_host(arguments, share) for share in found]
+        return _search(arguments, chosen, hosts, described, space)
 
 
-def host(
-    arguments: argparse.Namespace, share: Share | None = None, processes: int | None = None
-) -> contextlib.closing[Host]:
+def host(arguments: argparse.Namespace, processes: int | None = None) -> contextlib.closing[Host]:
     """Return a host process for a ``with`` block. Raises UserError if the file is missing.
 
-    `share`: of this machine. `processes`: the most of a trial, to ask a cluster for as many cores;
-    None: as the command line says.
+    `processes`: the most of a trial, to ask a cluster for as many cores; None: as the command line
+    says.
     """
+    return contextlib.closing(_make_host(arguments, processes=processes))
+
+
+def _make_host(
+    arguments: argparse.Namespace, share: Share | None = None, processes: int | None = None
+) -> Host:
     path, _ = experiment_file.split(arguments.experiment)
     libraries = libraries_of(path)
     if not _is_elsewhere(arguments):
         if arguments.after:
             raise UserError("the words after -- are for a cluster: give --slurm or --ray, too")
-        return contextlib.closing(LocalHost(libraries, share))
+        return LocalHost(libraries, share)
     processes = processes or max(options.device_counts(str(arguments.nproc or 1)))
     if arguments.ray:
         cluster = "Ray"
         command = ray_actor.command(arguments.ray, arguments.after, processes)
     else:
         cluster, command = "Slurm", slurm.command(arguments.after, processes)
-    return contextlib.closing(RemoteHost(command, libraries, cluster, print_line))
+    return RemoteHost(command, libraries, cluster, print_line)
 
 
 def _is_elsewhere(arguments: argparse.Namespace) -> bool:
