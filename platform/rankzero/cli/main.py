@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _refuse_paths_in_ascii(words: Sequence[str]) -> None:
     """Raise UserError for an umlaut in a path that Python would decode as ASCII.
 
-    Python does so only when it is told: it takes UTF-8 in the C locale by itself. Such a path
+    Its variables must forbid UTF-8 for that: in the C locale it takes UTF-8 by itself. Such a path
     cannot be written into the journal, into SQLite or into MLflow.
     """
     if sys.getfilesystemencoding() != "ascii":

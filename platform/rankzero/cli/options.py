@@ -149,7 +149,7 @@ def machines_of(arguments: argparse.Namespace) -> Machines:
 
 
 def _of_torchrun(name: str) -> str | None:
-    return os.environ.get(f"PET_{name}") or None
+    return os.environ.get(f"{machines.OF_TORCHRUN}{name}") or None
 
 
 def _processes(text: str) -> int | None:

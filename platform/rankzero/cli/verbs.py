@@ -109,7 +109,7 @@ VERBS = {
         module="rankzero.cli.completion",
     ),
 }
-FOR_CLUSTERS = ("submit", "search", "probe", "compare", "profile")
+FOR_CLUSTERS = ("train", "submit", "search", "repeat", "probe", "compare", "profile")
 """The verbs whose words after ``--`` are for Slurm's programs, or for Ray."""
 # They train, for as long as that takes. Ctrl-C is how people stop them.
 TRAINING_VERBS = ("train", "resume", "search", "repeat", "probe", "compare", "profile")

@@ -22,6 +22,8 @@ import psutil
 from rankzero.errors import UserError
 
 DEFAULT_PORT = 29400
+# The beginning of the names of torchrun's variables.
+OF_TORCHRUN = "PET_"
 # A name of a service may take this long to appear, as in Kubernetes.
 _NAME_SECONDS = 60.0
 # Addresses of documentation (RFC 5737, RFC 3849): only their route is asked for.

@@ -12,10 +12,11 @@ from rankzero.catalog import lookup
 from rankzero.cli import launch_run, options
 from rankzero.cli.commands import search
 from rankzero.cli.commands.resume import RECORDER_SECONDS, class_of
-from rankzero.cli.commands.train import experiment_of
+from rankzero.cli.commands.train import check, experiment_of
 from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.live import look, program
 from rankzero.cli.display.terminal import print_line, print_table
+from rankzero.cli.submit import srun
 from rankzero.errors import FAILED, RESUMABLE, RunFailed, UserError
 from rankzero.experiment import Experiment, Goal
 from rankzero.launch import agent
@@ -44,12 +45,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_start_and_name(parser)
     options.add_processes(parser)
     options.add_new_run(parser)
+    srun.add_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     reference, runs = arguments.experiment, arguments.dir / "runs"
     known = None if ".py" in reference else lookup.find(runs, reference)
     before = plans.stored(known) if known is not None else None
+    if arguments.slurm and before is None:
+        check(arguments)
+    name = known.path.name if known and before else options.run_name(arguments, "repeat")
+    srun.become(arguments, name, ("--nodes=1", "--ntasks=1"), named=before is not None)
     if known is not None and before is not None:
         folder, plan, experiment = known, *_continued(arguments, known, before)
         parts = _parts(arguments, plan, experiment)

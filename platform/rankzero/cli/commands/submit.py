@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 
-from rankzero import config, experiment_file
 from rankzero.cli import options
 from rankzero.cli.commands import train
 from rankzero.cli.submit import kubernetes, slurm
 from rankzero.cli.submit.kubernetes import Pods
 from rankzero.errors import FINISHED, UserError
-from rankzero.launch.request import with_changes
 
 _PODS = ("image", "gpus", "cpus", "memory", "claim", "secret")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_own(parser)
-    train.add_arguments(parser)
+    train.add_training(parser)
 
 
 def _add_own(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(
             "say where the job shall run: rankzero submit --slurm EXP, or --kubernetes EXP"
         )
-    # A mistake would otherwise appear only when the job begins, which may take days.
-    changes = config.parse_assignments(arguments.settings)
-    with_changes(experiment_file.load(arguments.experiment)(), changes)
+    train.check(arguments)
     name = options.run_name(arguments)
     own = argparse.ArgumentParser(add_help=False)
     _add_own(own)

@@ -9,6 +9,7 @@ from rankzero import config, experiment_file
 from rankzero.catalog import lookup
 from rankzero.cli import launch_run, options
 from rankzero.cli.commands import resume
+from rankzero.cli.submit import srun
 from rankzero.errors import FINISHED, UserError
 from rankzero.experiment import Experiment
 from rankzero.launch import agent
@@ -17,6 +18,12 @@ from rankzero.run_store.attempt import sole_launcher
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_training(parser)
+    srun.add_argument(parser)
+
+
+def add_training(parser: argparse.ArgumentParser) -> None:
+    """Add all options but where the training runs."""
     options.add_experiment(parser, "settings to change; see `rankzero config`")
     options.add_start_and_name(parser)
     options.add_processes(parser)
@@ -29,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.slurm:
+        check(arguments)
+    srun.become(arguments, options.run_name(arguments), srun.one_task_per_machine())
     experiment = experiment_of(arguments)
     machines = options.machines_of(arguments)
     known = resume.begun(arguments, machines) if arguments.resume_if_there else None
@@ -57,6 +67,12 @@ def run(arguments: argparse.Namespace) -> int:
             shows_progress=not arguments.no_progress,
         )
         return launch_run.run(plan)
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raise UserError for settings that would else be refused once a cluster has machines."""
+    changes = config.parse_assignments(arguments.settings)
+    with_changes(experiment_file.load(arguments.experiment)(), changes)
 
 
 def experiment_of(arguments: argparse.Namespace) -> Experiment:

@@ -1,0 +1,64 @@
+"""``rankzero train --slurm`` and ``repeat --slurm``: the same command on Slurm's machines."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+
+from rankzero.errors import UserError
+from rankzero.launch.machines import OF_TORCHRUN
+
+
+def add_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--slurm``."""
+    to = "on Slurm's machines, until the end; the words after -- are options of srun"
+    parser.add_argument("--slurm", action="store_true", help=to)
+
+
+def become(
+    arguments: argparse.Namespace, name: str, own: Sequence[str], *, named: bool = False
+) -> None:
+    """With ``--slurm``, replace this process by srun, which runs the same command.
+
+    `name`: the run's. `named`: whether the command's words have it. `own`: options of srun, before
+    those of the user. Raises UserError without Slurm.
+    """
+    if not arguments.slurm:
+        if arguments.after:
+            raise UserError("the words after -- are options of srun: give --slurm, too")
+        return
+    words = command(arguments, name, own, named=named or bool(arguments.run_name))
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(OF_TORCHRUN)}
+    sys.stdout.flush()
+    # srun gets the signals and the terminal, and its exit code is the command's.
+    os.execve(words[0], words, environ)  # noqa: S606 - a list of words, no shell in between
+
+
+def command(
+    arguments: argparse.Namespace, name: str, own: Sequence[str], *, named: bool
+) -> list[str]:
+    """Return the words of srun that run the command of `arguments`. Raises UserError."""
+    if (srun := shutil.which("srun")) is None:
+        raise UserError("this machine has no srun: run this on a machine of the Slurm cluster")
+    # Not from torchrun's variables, which stay behind.
+    if any(word.startswith(("--nn", "--rdzv-e")) for word in arguments.words):
+        raise UserError("srun knows the machines: give it their number, -- --nodes 2")
+    parser = argparse.ArgumentParser(add_help=False)
+    add_argument(parser)
+    _, words = parser.parse_known_args(arguments.words)
+    # All machines must use one name, and each would invent another.
+    words += [] if named else ["--name", name]
+    cores = [f"--cpus-per-task={arguments.nproc}"] if arguments.nproc else []
+    options = [f"--job-name={name}", *cores, *own, *arguments.after]
+    return [srun, *options, sys.executable, "-m", "rankzero", arguments.verb, *words]
+
+
+def one_task_per_machine(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the options of srun for one command on each machine of the job or allocation."""
+    # A salloc with --ntasks sets the number of tasks, too.
+    machines = environ.get("SLURM_JOB_NUM_NODES")
+    tasks = [f"--ntasks={machines}"] if machines else []
+    return ["--ntasks-per-node=1", "--kill-on-bad-exit=0", *tasks]
