@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import sqlite3
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from rankzero.errors import UserError
 from rankzero.events import StepsLogged
 from rankzero.metric_names import SPEED
 from rankzero.run_store import delivery_state
+from rankzero.run_store.folder import RunFolder
 from rankzero.tracking.deliverer import Deliverer
 from support.runs import T0, append, ended, evaluated, make_folder, settle, started, steps
 
@@ -177,6 +179,16 @@ def test_a_delivery_shows_in_the_next_list(tmp_path: Path) -> None:
     delivery_state.save(path, dataclasses.replace(state, cursor=cursor))
     (after,) = lookup.listed(tmp_path / "runs")
     assert before.undelivered and not after.undelivered
+
+
+@pytest.mark.parametrize("name", [b"m\xfcn", "a\u2028b".encode(), b"a\nb", b"a\tb"])
+def test_a_folder_with_an_odd_name_does_not_break_the_list(name: bytes, tmp_path: Path) -> None:
+    append(folder := make_folder(tmp_path), started(), ended())
+    moved = folder.path.rename(folder.path.with_name(os.fsdecode(name)))
+    settle(RunFolder(moved))
+    before = lookup.listed(tmp_path / "runs")
+    assert [run.folder.path for run in before] == [moved]
+    assert lookup.listed(tmp_path / "runs") == before
 
 
 def test_outdated_lines_of_the_cache_are_dropped(tmp_path: Path) -> None:

@@ -137,8 +137,9 @@ def listed(
         if lines > len(found) + spare_lines:
             (runs / CACHE).unlink()
         elif new:
-            with open(runs / CACHE, "a", encoding="utf-8", opener=symlinks.no_follow) as file:
-                file.write("".join(new))
+            # Bytes: a folder's name may be no UTF-8.
+            with open(runs / CACHE, "ab", opener=symlinks.no_follow) as file:
+                file.write(os.fsencode("".join(new)))
     found = _completed(found, deleted.read_store(runs), among_deleted)
     return sorted(found, key=lambda run: -run.started)
 
@@ -202,7 +203,7 @@ def _is_settled(signature: str) -> bool:
 def _cached(path: Path) -> tuple[dict[str, str], int]:
     """Return {name and signature: the summary's line}, and the number of lines."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = os.fsdecode(path.read_bytes()).split("\n")[:-1]
     except (OSError, ValueError):
         return {}, 0
     cached = {}
