@@ -12,6 +12,7 @@ import io
 import logging
 import shutil
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 
 log = logging.getLogger(__name__)
+_silencing = threading.Lock()
 
 
 def log_model(
@@ -108,8 +110,12 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 def _save_traced(model: nn.Module, arrays: list[Any], output: Any, folder: Path) -> None:
     from rankzero.mlflow_store.client.pytorch import save_pytorch
 
-    # torch.export prints whole graphs.
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    # torch.export prints whole graphs. The streams are the process's: one thread at a time.
+    with (
+        _silencing,
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
         save_pytorch(model, folder, arrays, output, "pt2", ())
 
 
