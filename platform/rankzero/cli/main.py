@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_START.format(len(VERBS)))
         return USAGE
     try:
-        _refuse_paths_in_ascii(words)
+        output.refuse_paths_in_ascii(words)
         arguments = parse(words)  # imports the verb's module, during which Ctrl-C may come
         if arguments.verb in TRAINING_VERBS:
             from rankzero.cli.display.terminal import warn_if_interrupt_is_ignored
@@ -81,23 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--debug" in words:
             raise
         return _report(error)
-
-
-def _refuse_paths_in_ascii(words: Sequence[str]) -> None:
-    """Raise UserError for an umlaut in a path that Python would decode as ASCII.
-
-    Its variables must forbid UTF-8 for that: in the C locale it takes UTF-8 by itself. Such a path
-    cannot be written into the journal, into SQLite or into MLflow.
-    """
-    if sys.getfilesystemencoding() != "ascii":
-        return
-    for text in (*words, str(Path.cwd()), os.environ.get("RANKZERO_DIR", "")):
-        if not text.isascii():
-            path = os.fsencode(text).decode(errors="replace")
-            raise UserError(
-                f"{path!r} is not ASCII, and the locale and Python's settings allow only ASCII; "
-                "write PYTHONUTF8=1 before the command"
-            )
 
 
 def parse(words: list[str]) -> argparse.Namespace:

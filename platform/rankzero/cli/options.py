@@ -15,6 +15,7 @@ from rankzero.catalog import filters, lookup
 from rankzero.errors import UserError
 from rankzero.launch import machines
 from rankzero.launch.machines import ALONE, Machines
+from rankzero.launch.request import with_changes
 from rankzero.mlflow_store import drivers, limits, uris
 from rankzero.mlflow_store.items import DESCRIPTION
 from rankzero.mlflow_store.patience import A_DAY, WAIT, seconds
@@ -230,6 +231,12 @@ def tags_of(arguments: argparse.Namespace) -> dict[str, str]:
     """Return the tags of ``--tag`` and ``--note``, without secrets."""
     note = {} if arguments.note is None else {DESCRIPTION: text_without_secrets(arguments.note)}
     return {**settings_without_secrets(dict(arguments.tag)), **note}
+
+
+def check_settings(arguments: argparse.Namespace) -> None:
+    """Raise UserError for settings that would else be refused once a cluster has machines."""
+    changes = config.parse_assignments(arguments.settings)
+    with_changes(experiment_file.load(arguments.experiment)(), changes)
 
 
 def absolute(reference: str) -> str:

@@ -56,7 +56,9 @@ class RankZeroHandler(BaseLogger):
         """
         if event_name is not None:
             return super().attach(engine, log_handler, event_name, *args, **kwargs)
-        engine.add_event_handler(Events.STARTED, self._started)
+        engine.add_event_handler(
+            Events.STARTED, lambda trainer: self._run.begin_training(trainer.state.iteration)
+        )
         engine.add_event_handler(Events.ITERATION_COMPLETED, self._iteration)
         engine.add_event_handler(Events.COMPLETED, lambda _: self._run.end())
         engine.add_event_handler(Events.EXCEPTION_RAISED, self._exception)
@@ -84,9 +86,6 @@ class RankZeroHandler(BaseLogger):
 
     def _create_opt_params_handler(self, *args: Any, **kwargs: Any) -> OptimizerParamsHandler:
         return OptimizerParamsHandler(*args, **kwargs)
-
-    def _started(self, trainer: Engine) -> None:
-        self._run.begin_training(trainer.state.iteration)
 
     def _iteration(self, trainer: Engine) -> None:
         values = {f"train/{name}": value for name, value in _metrics(trainer.state.output).items()}

@@ -12,7 +12,7 @@ from rankzero.catalog import lookup
 from rankzero.cli import launch_run, options
 from rankzero.cli.commands import search
 from rankzero.cli.commands.resume import RECORDER_SECONDS, class_of
-from rankzero.cli.commands.train import check, experiment_of
+from rankzero.cli.commands.train import experiment_of
 from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.live import look, program
 from rankzero.cli.display.terminal import print_line, print_table
@@ -52,8 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     reference, runs = arguments.experiment, arguments.dir / "runs"
     known = None if ".py" in reference else lookup.find(runs, reference)
     before = plans.stored(known) if known is not None else None
-    if arguments.slurm and before is None:
-        check(arguments)
+    if before is not None and arguments.nproc is None:
+        arguments.nproc = before.nproc
     name = known.path.name if known and before else options.run_name(arguments, "repeat")
     srun.become(arguments, name, ("--nodes=1", "--ntasks=1"), named=before is not None)
     if known is not None and before is not None:
@@ -92,7 +92,6 @@ def _continued(
             "them, start a new repeat of the experiment's file"
         )
     agent.warm_up()
-    arguments.nproc = before.nproc if arguments.nproc is None else arguments.nproc
     stored = with_secrets(config.read_file(folder.config), {})
     experiment = config.override(class_of(folder, arguments.dir)(), stored)
     given = _plan(arguments, experiment)

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(
             "say where the job shall run: rankzero submit --slurm EXP, or --kubernetes EXP"
         )
-    train.check(arguments)
+    options.check_settings(arguments)
     name = options.run_name(arguments)
     own = argparse.ArgumentParser(add_help=False)
     _add_own(own)

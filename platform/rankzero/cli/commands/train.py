@@ -36,8 +36,6 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.slurm:
-        check(arguments)
     srun.become(arguments, options.run_name(arguments), srun.one_task_per_machine())
     experiment = experiment_of(arguments)
     machines = options.machines_of(arguments)
@@ -67,12 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
             shows_progress=not arguments.no_progress,
         )
         return launch_run.run(plan)
-
-
-def check(arguments: argparse.Namespace) -> None:
-    """Raise UserError for settings that would else be refused once a cluster has machines."""
-    changes = config.parse_assignments(arguments.settings)
-    with_changes(experiment_file.load(arguments.experiment)(), changes)
 
 
 def experiment_of(arguments: argparse.Namespace) -> Experiment:

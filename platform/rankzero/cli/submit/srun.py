@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 
+from rankzero.cli import options
 from rankzero.errors import UserError
 from rankzero.launch.machines import OF_TORCHRUN
 
@@ -30,6 +31,8 @@ def become(
         if arguments.after:
             raise UserError("the words after -- are options of srun: give --slurm, too")
         return
+    if ".py" in arguments.experiment:  # and not a repeat's name
+        options.check_settings(arguments)
     words = command(arguments, name, own, named=named or bool(arguments.run_name))
     environ = {key: value for key, value in os.environ.items() if not key.startswith(OF_TORCHRUN)}
     sys.stdout.flush()
@@ -52,8 +55,8 @@ def command(
     # All machines must use one name, and each would invent another.
     words += [] if named else ["--name", name]
     cores = [f"--cpus-per-task={arguments.nproc}"] if arguments.nproc else []
-    options = [f"--job-name={name}", *cores, *own, *arguments.after]
-    return [srun, *options, sys.executable, "-m", "rankzero", arguments.verb, *words]
+    chosen = [f"--job-name={name}", *cores, *own, *arguments.after]
+    return [srun, *chosen, sys.executable, "-m", "rankzero", arguments.verb, *words]
 
 
 def one_task_per_machine(environ: Mapping[str, str] = os.environ) -> list[str]:

@@ -410,7 +410,11 @@ class TrackedRun:
             if self._top is not self:
                 identity = dataclasses.replace(identity, parent_uuid=above.uuid)
             known = RunFolder(top.path.with_name(identity.name))
-            if known.events.exists() and not _are_siblings(known.identity, identity):
+            parents = identity.parent, identity.parent_uuid
+            if known.events.exists() and parents != (
+                known.identity.parent,
+                known.identity.parent_uuid,
+            ):
                 # Such as the child "b" of "a", if this is "a-b".
                 identity = dataclasses.replace(identity, name=f"{identity.name}-{above.uuid[:8]}")
             run = TrackedRun(
@@ -490,10 +494,6 @@ class TrackedRun:
     def _note(self, text: str) -> None:
         with self._lock:
             self._log.notice(text)
-
-
-def _are_siblings(one: Identity, other: Identity) -> bool:
-    return (one.parent, one.parent_uuid) == (other.parent, other.parent_uuid)
 
 
 def _plain(name: str) -> str:
