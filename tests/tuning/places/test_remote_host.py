@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -14,13 +15,18 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rankzero import experiment_file
+from rankzero.config import override
 from rankzero.errors import RunFailed, UserError
 from rankzero.launch.agent import Topology
+from rankzero.tuning.learning_curve import LearningCurve
+from rankzero.tuning.objective import Objective
 from rankzero.tuning.places.remote_host import RemoteHost
-from rankzero.tuning.trials.follower import run_alone
+from rankzero.tuning.trials.follower import TrialJob, TrialPool, TrialResult, run_alone
 from rankzero.tuning.trials.launcher import TrainLauncher, train
-from support.commands import TINY, events, last_end
+from support.commands import TINY, events, last_end, wait_until
 from support.remote_trials import (
+    ENDLESS,
     assert_the_next_trains_elsewhere,
     ended,
     launcher_for,
@@ -100,6 +106,76 @@ def test_a_command_that_waits_in_a_queue_ends_at_once(tmp_path: Path) -> None:
     assert process.poll() == -signal.SIGTERM and time.monotonic() - before < 5
 
 
+def test_a_queued_command_ends_with_a_search_that_is_killed(tmp_path: Path) -> None:
+    program = (
+        "from pathlib import Path; from rankzero.launch.agent import Topology; "
+        "from rankzero.tuning.places.remote_host import RemoteHost; "
+        "from rankzero.tuning.trials.launcher import train; import time; "
+        "host = RemoteHost(('sleep', '1000'), (), 'a test', print); "
+        f"host.run(train, Topology(1), None, Path('{tmp_path}/logs'), Path('{tmp_path}')); "
+        "print(host._process.pid, flush=True); time.sleep(1000)"
+    )
+    search = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert search.stdout is not None
+    queued = psutil.Process(int(search.stdout.readline()))
+    wait_until(lambda: queued.name() == "sleep", 10)
+    search.kill()
+    search.communicate()
+    assert not psutil.wait_procs([queued], 10)[1]
+
+
+def test_a_trial_whose_host_is_refused_ends_the_search_in_the_clusters_words(
+    tmp_path: Path,
+) -> None:
+    """The other trials are closed all the same."""
+    refused = RemoteHost(("sh", "-c", "echo limit reached >&2; exit 1"), (), "a test", print)
+    queued = RemoteHost(("sleep", "1000"), (), "a test", print)
+    results: list[TrialResult | None] = []
+    launchers = [
+        launcher_for(one, tmp_path / name) for one, name in ((queued, "q"), (refused, "r"))
+    ]
+    experiment = experiment_file.load(str(TINY))()
+    objective = Objective("throughput", experiment.goal, None)
+    jobs = [TrialJob(experiment, name, objective, results.append) for name in ("a", "b")]
+    with pytest.raises(RunFailed, match="limit reached"):
+        TrialPool(launchers).run_all(jobs)
+    assert results == [None, None] and refused.handles == queued.handles == []
+    refused.signal(signal.SIGTERM)
+    refused.close()
+
+
+SPEAKER = """
+import os, sys, time
+from pathlib import Path
+from rankzero.tuning.places.messages import Change, Ended, Lines, Started
+from importlib.metadata import version
+lines = Lines(0, 1)
+lines.send(Started("other", version("rankzero")))
+for number in range(5):
+    lines.send(Change("a.log", number, b"x"))
+    time.sleep(0.1)
+"""
+
+
+def test_the_end_is_waited_for_while_a_journal_comes_over(tmp_path: Path) -> None:
+    words = (sys.executable, "-c", f"{SPEAKER}\nlines.send(Ended(False)); time.sleep(100)")
+    with contextlib.closing(RemoteHost(words, (), "a test", print)) as host:
+        host.run(train, Topology(1), None, tmp_path / "logs", tmp_path)
+        assert not host.has_ended(0.0)
+        assert host.has_ended(60.0) and not host.was_lost
+        assert (tmp_path / "a.log").read_text() == "xxxxx"
+
+
+def test_a_lost_hosts_last_words_are_printed(tmp_path: Path) -> None:
+    code, lines = f"{SPEAKER}\nprint('out of memory', file=sys.stderr); os._exit(9)", list[str]()
+    with contextlib.closing(
+        RemoteHost((sys.executable, "-c", code), (), "Slurm", lines.append)
+    ) as host:
+        host.run(train, Topology(1), None, tmp_path / "logs", tmp_path)
+        assert host.has_ended(60.0) and host.was_lost
+    assert len(lines) == 1 and lines[0].endswith("ended with 9: out of memory")
+
+
 def test_a_command_that_starts_no_host_is_quoted() -> None:
     words = ("sh", "-c", "echo invalid partition: gpus >&2; exit 3")
     with (
@@ -107,6 +183,47 @@ def test_a_command_that_starts_no_host_is_quoted() -> None:
         pytest.raises(RunFailed, match="ended with 3: invalid partition: gpus"),
     ):
         host.describe(str(TINY), {}, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_cluster_with_room_for_one_host_runs_the_trials_of_two(
+    node_folder: Path, tmp_path: Path
+) -> None:
+    """The first host gives its machine up once it has nothing to do."""
+    one_at_a_time = ("flock", str(node_folder / "machine"), *NODE)
+    hosts = [RemoteHost(one_at_a_time, (), "a test", print) for _ in range(2)]
+    launchers = [launcher_for(host, tmp_path / str(n)) for n, host in enumerate(hosts)]
+    results: list[TrialResult | None] = []
+    experiment = tiny(hosts[0])
+    objective = Objective("throughput", experiment.goal, None)
+    jobs = [TrialJob(experiment, name, objective, results.append) for name in ("a", "b")]
+    with contextlib.closing(hosts[0]), contextlib.closing(hosts[1]):
+        TrialPool(launchers).run_all(jobs)
+    assert [one and one.state for one in results] == ["COMPLETE", "COMPLETE"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_stopped_search_stops_its_trial_in_order(
+    host: RemoteHost, launcher: TrainLauncher
+) -> None:
+    experiment = tiny(host)
+
+    def ctrl_c(curve: LearningCurve) -> str:
+        if curve.points:
+            raise KeyboardInterrupt
+        return ""
+
+    results: list[TrialResult | None] = []
+    objective = Objective("throughput", experiment.goal, None)
+    endless = override(experiment, {**ENDLESS, "train.eval_every": 20})
+    with pytest.raises(KeyboardInterrupt):
+        TrialPool([launcher]).run_all(
+            [TrialJob(endless, "stopped", objective, results.append, ctrl_c)]
+        )
+    end = last_end(run(launcher, "stopped"))
+    assert results == [None] and (end.status, end.reason[:10]) == ("KILLED", "stopped by")
 
 
 @pytest.mark.slow

@@ -150,8 +150,10 @@ def _make_host(
         if arguments.after:
             raise UserError("the words after -- are for a cluster: give --slurm or --ray, too")
         return LocalHost(libraries, share)
+    if arguments.ray == "":
+        raise UserError("--ray got an empty address: give HOST:PORT, or auto")
     processes = processes or max(options.device_counts(str(arguments.nproc or 1)))
-    if arguments.ray:
+    if arguments.ray is not None:
         cluster = "Ray"
         command = ray_actor.command(arguments.ray, arguments.after, processes)
     else:
@@ -160,7 +162,7 @@ def _make_host(
 
 
 def _is_elsewhere(arguments: argparse.Namespace) -> bool:
-    return bool(arguments.slurm or arguments.ray)
+    return arguments.slurm or arguments.ray is not None
 
 
 def described_space(

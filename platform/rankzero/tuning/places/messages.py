@@ -1,7 +1,8 @@
 """Messages between a search and its host on another machine, as lines of text.
 
 They are lines because Slurm's srun passes on whole lines. They are pickled because both ends are
-this program, and the same user started both: Slurm's own accounts protect the way.
+this program, and the same user started both. Slurm's accounts protect the way. Ray pickles, too,
+and trusts everybody who reaches the cluster.
 """
 
 from __future__ import annotations

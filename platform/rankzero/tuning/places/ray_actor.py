@@ -11,6 +11,7 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -28,7 +29,9 @@ _MOST_ERROR_BYTES = 2000
 _CONNECT_SECONDS = 10.0
 _THREADS = "OMP_NUM_THREADS"
 # Ray gives the actor some of its machine's GPUs. Those of the search's machine are others.
-_OF_ONE_MACHINE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+_OF_ONE_MACHINE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+# With another value the connection would hang, or the actor outlive the search.
+_OWN = {"lifetime", "max_concurrency", "max_restarts", "name"}
 
 
 def command(address: str, options: Sequence[str], processes: int) -> list[str]:
@@ -37,9 +40,10 @@ def command(address: str, options: Sequence[str], processes: int) -> list[str]:
     `options`: of the actor, such as ``num_cpus=4``. `processes`: of each trial; an actor has a
     processor for each by default, and a GPU where the cluster has some.
     """
+    if taken := sorted(_OWN & config.parse_assignments(options).keys()):
+        raise UserError(f"{taken[0]} of the actors is RankZero's own choice: leave it out")
     if importlib.util.find_spec("ray") is None:
         raise UserError("--ray needs Ray: pip install 'rankzero[ray]'")
-    config.parse_assignments(options)  # called for its check
     own = ["--address", address, "--processes", str(processes)]
     return [sys.executable, "-m", "rankzero.tuning.places.ray_actor", *own, "--", *options]
 
@@ -103,6 +107,8 @@ def main() -> int:
         actor = _actor(ray, arguments.options, arguments.processes)
         threading.Thread(target=_pass_on, args=(ray.get, actor), daemon=True).start()
         while content := ray.get(actor.read.remote()):
+            # The node ends with its input, and cleans up. Ray would kill it.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             left = memoryview(content)
             while left:
                 left = left[os.write(output, left) :]
@@ -143,7 +149,10 @@ def _pass_on(get: Callable[[Any], None], actor: Any) -> None:
     """Pass the search's messages on to the actor. One part at a time: the actor has two threads."""
     content = b"a first part"
     while content:
-        content = os.read(0, _CHUNK_BYTES)
+        try:
+            content = os.read(0, _CHUNK_BYTES)
+        except ConnectionError:  # The search died, and left messages unread.
+            content = b""
         try:
             get(actor.write.remote(content))
         except Exception:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -57,6 +59,7 @@ class RemoteHost:
         self._command, self._libraries = tuple(command), tuple(libraries)
         self._place, self._notify = place, notify
         self._process: subprocess.Popen[bytes] | None = None
+        self._began_waiting: float | None = None
         self._folder = Path()
         self.was_lost = False
         self.is_starting = False
@@ -72,22 +75,14 @@ class RemoteHost:
         """Return the description of the experiment in a file. Raises UserError, RunFailed."""
         path = str(Path(reference).absolute())
         self._send(Describe(path, (dict(settings), processes, parallel, tuple(more))))
-        seconds: float | None = _PATIENCE_SECONDS
         while True:
-            try:
-                messages = self._lines.receive(seconds)
-            except EOFError:
-                raise self._broken() from None
-            for message in messages:
+            for message in self._receive(_PATIENCE_SECONDS):
                 self._take(message)
                 if isinstance(message, Answer) and isinstance(message.value, Exception):
                     raise message.value
                 if isinstance(message, Answer):
                     description: ExperimentDescription = message.value
                     return description
-            if self.is_starting and not messages:
-                self._notify(f"waiting for a machine of {self._place}")
-                seconds = None
 
     def run(
         self,
@@ -107,25 +102,34 @@ class RemoteHost:
 
         Raises RunFailed if the command ends before its host has started.
         """
-        try:
-            messages = self._lines.receive(seconds)
-        except EOFError:
-            if self.is_starting:
-                raise self._broken() from None
-            self._end()
-            self.was_lost = True
-            return True
-        for message in messages:
-            self._take(message)
-        return any(isinstance(message, Ended) for message in messages)
+        deadline = time.monotonic() + seconds
+        while self._process is not None:
+            was_starting = self.is_starting
+            try:
+                messages = self._receive(max(0.0, deadline - time.monotonic()))
+            except RunFailed as error:
+                if was_starting:
+                    raise
+                self._notify(f"a host of {self._place} is lost: {error}")
+                break
+            for message in messages:
+                self._take(message)
+            if any(isinstance(message, Ended) for message in messages):
+                return True
+            if time.monotonic() >= deadline:
+                return False
+        self.was_lost = True
+        return True
 
     @property
     def handles(self) -> Sequence[int]:
         """Return what `multiprocessing.connection.wait` waits on for news of the trial."""
-        return [self._lines.reading]
+        return [] if self._process is None else [self._lines.reading]
 
     def signal(self, number: signal.Signals, written: Sequence[Path] = ()) -> None:
         """Send a signal, and the files from which the trial learns why."""
+        if self._process is None:
+            return
         files = {
             name: content
             for name, content in mirror.contents(self._folder).items()
@@ -146,12 +150,34 @@ class RemoteHost:
         with contextlib.suppress(OSError):
             self._lines.send(message)
 
+    def _receive(self, seconds: float) -> Sequence[Message]:
+        """Return the host's messages, after at most `seconds`.
+
+        Raises RunFailed, with the cluster's own words, if the host is gone.
+        """
+        try:
+            messages = self._lines.receive(seconds)
+        except EOFError:
+            process = self._process
+            assert process is not None
+            words = self._end() or "it printed no reason"
+            ended = f"{shlex.join(self._command)} ended with {process.returncode}"
+            raise RunFailed(f"{ended}: {words}") from None
+        since = self._began_waiting
+        if not messages and since and time.monotonic() - since >= _PATIENCE_SECONDS:
+            self._notify(f"waiting for a machine of {self._place}")
+            self._began_waiting = None
+        return messages
+
     def _start(self) -> None:
         self._socket, theirs = socket.socketpair()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - It lives as long as the command.
+        # A command that waits in a queue does not read its input, so it would outlive the search.
+        setpriv = shutil.which("setpriv")
+        with_search = () if setpriv is None else (setpriv, "--pdeathsig", "TERM")
         with theirs:
             self._process = subprocess.Popen(
-                self._command,
+                (*with_search, *self._command),
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 stderr=self._errors,
@@ -159,12 +185,12 @@ class RemoteHost:
                 start_new_session=True,
             )
         self._lines = Lines(self._socket.fileno(), self._socket.fileno())
-        self.is_starting = True
+        self.is_starting, self._began_waiting = True, time.monotonic()
         self._send(Start(version("rankzero"), self._libraries))
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Started):
-            self.is_starting = False
+            self.is_starting, self._began_waiting = False, None
             own = version("rankzero")
             if message.version != own:
                 raise UserError(
@@ -176,18 +202,11 @@ class RemoteHost:
         elif isinstance(message, Ended):
             self.was_lost = message.was_lost
 
-    def _broken(self) -> RunFailed:
-        """Return the error of a command that started no host, in the cluster's own words."""
-        process = self._process
-        assert process is not None
-        self._errors.seek(0)
-        words = self._errors.read()[-_MOST_ERROR_BYTES:].decode(errors="replace").strip()
-        self._end()
-        what = f"{shlex.join(self._command)} ended with {process.returncode}"
-        return RunFailed(f"{what}: {words or 'it printed no reason'}")
+    def _end(self) -> str:
+        """Close the connection, upon which the host ends; end the command if that lasts.
 
-    def _end(self) -> None:
-        """Close the connection, upon which the host ends; end the command if that lasts."""
+        Returns the last words of the command, and so of the cluster.
+        """
         process, self._process = self._process, None
         assert process is not None
         self._socket.close()
@@ -199,4 +218,7 @@ class RemoteHost:
                 break
             end()
         process.wait()
-        self._errors.close()
+        self.is_starting, self._began_waiting = False, None
+        with self._errors as errors:
+            errors.seek(0)
+            return errors.read()[-_MOST_ERROR_BYTES:].decode(errors="replace").strip()

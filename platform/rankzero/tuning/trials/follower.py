@@ -14,6 +14,7 @@ One process does this, without threads. A trial ends in Optuna and in MLflow as:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -31,6 +32,7 @@ from rankzero.tuning.trial import State
 from rankzero.tuning.trials.launcher import LaunchedTrial, TrainLauncher
 
 _TICK_SECONDS = 0.05
+_GIVE_UP_SECONDS = 60.0  # from the kill of a silent trial to the end of its host
 # A trial is measured and not kept.
 _TRIAL_SETTINGS = {
     "train.checkpoints.save_every": 0,
@@ -98,6 +100,10 @@ class TrialPool:
                     self._start(job)
                 if not self._busy:
                     return
+                if any(trial.run.is_starting for trial in self._busy):
+                    # A cluster may have no room for them until these give up their machines.
+                    for launcher in self._free:
+                        launcher.host.close()
                 looks = [(trial, next(trial.looks)) for trial in self._busy]
                 for trial, result in looks:
                     if result is not None:
@@ -107,13 +113,18 @@ class TrialPool:
                 if handles and not any(result for _, result in looks):
                     wait(handles, _TICK_SECONDS)
         except BaseException:
-            # All get the request before the first is waited for, so that they stop together.
-            for trial in self._busy:
-                trial.run.stop()
-            for trial in tuple(self._busy):
-                trial.run.close()
-                self._end(trial, None)
+            self._stop_all()
             raise
+
+    def _stop_all(self) -> None:
+        # All get the request before the first is waited for, so that they stop together.
+        for trial in self._busy:
+            trial.run.stop()
+        # All are closed, also if one of them cannot be.
+        with contextlib.ExitStack() as ends:
+            for trial in self._busy:
+                ends.callback(self._end, trial, None)
+                ends.callback(trial.run.close)
 
     def run_all(self, jobs: Iterable[TrialJob]) -> None:
         """Run these jobs, in this order."""
@@ -155,6 +166,7 @@ def _follow(
     Prunes the trial if it cannot win, and kills it after a silence.
     """
     curve, stop_reason, last_sign = LearningCurve(job.objective.goal), "", time.monotonic()
+    killed = math.inf
     for events in _events(run):
         for event in events:
             curve(event)
@@ -170,6 +182,10 @@ def _follow(
             # Infinite, so that it is killed once.
             stop_reason, last_sign = f"no sign of life for {silence_seconds:.0f} s", math.inf
             run.kill(stop_reason)
+            killed = time.monotonic()
+        elif time.monotonic() - killed > _GIVE_UP_SECONDS:
+            # Its machine may be frozen, or cut off.
+            run.give_up()
         yield None
     result = _result(curve, job.objective, run.failure, stop_reason)
     # A result that was reached, and a stop by the search, count although the host died.

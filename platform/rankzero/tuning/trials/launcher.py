@@ -80,6 +80,8 @@ class LaunchedTrial:
         self._offsets: dict[Path, int] = {}
         self.has_ended = False
         """Whether all its processes have ended."""
+        self._given_up = False
+        self._stop_by = 0.0
 
     def new_events(self) -> list[Event]:
         """Return the events since the last call. Does not wait."""
@@ -105,7 +107,7 @@ class LaunchedTrial:
     @property
     def was_lost(self) -> bool:
         """Return whether its host process died, so that the trial shows nothing."""
-        return self._host.was_lost
+        return self._given_up or self._host.was_lost
 
     @property
     def failure(self) -> FailureKind | None:
@@ -121,6 +123,7 @@ class LaunchedTrial:
 
     def stop(self) -> None:
         """Ask all ranks to stop, as Ctrl-C does."""
+        self._stop_by = time.monotonic() + _STOP_SECONDS
         self._host.signal(signal.SIGTERM)
 
     def kill(self, reason: str) -> None:
@@ -130,14 +133,23 @@ class LaunchedTrial:
         failures.write(failure, self._folder.failures)
         self._host.signal(signal.SIGQUIT, [self._folder.failures])
 
+    def give_up(self) -> None:
+        """End the host, which does not end the trial."""
+        self._host.close()
+        self.has_ended = self._given_up = True
+
     def close(self) -> None:
         """End the trial if it still runs, and wait until its journal has an end."""
-        self.has_ended = self.has_ended or self._host.has_ended(_STOP_SECONDS)
+        if not self.has_ended and self.is_starting:
+            # Nothing has begun, and its host may wait in a queue.
+            self.give_up()
+        seconds = max(0.0, self._stop_by - time.monotonic()) if self._stop_by else _STOP_SECONDS
+        self.has_ended = self.has_ended or self._host.has_ended(seconds)
         if not self.has_ended:
             self.kill("did not stop when asked to")
             self.has_ended = self._host.has_ended(_STOP_SECONDS)
         # A lost host sends no end.
-        if not self._host.was_lost:
+        if not self.was_lost:
             await_end(self._folder)
         # If the recorder has died too, write it here.
         with run_locks.exclusive_end(self._folder):
