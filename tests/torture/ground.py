@@ -186,11 +186,12 @@ class Ground:
         """Count a fault that was injected."""
         self.faults.append(name)
 
-    def start(self, *words: object) -> Command:
+    def start(self, *words: object, inside: Sequence[str] = ()) -> Command:
+        """Start a command; `inside`: words before it, which run it in other namespaces."""
         output = self.folder / f"output-{len(list(self.folder.glob('output-*')))}.txt"
         with output.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "rankzero", *map(str, words)],
+                [*inside, sys.executable, "-m", "rankzero", *map(str, words)],
                 cwd=self.folder,
                 env=self.environ,
                 text=True,
@@ -219,15 +220,15 @@ class Ground:
         """Return the running processes of this scenario that have nothing to deliver."""
         return [process for process in self.processes() if not _delivers(process)]
 
-    def roles(self) -> dict[str, psutil.Process]:
-        """Return the running processes by role.
+    def roles(self, among: Sequence[psutil.Process] | None = None) -> dict[str, psutil.Process]:
+        """Return the running processes by role. `among`: these processes only.
 
         The roles are launcher, server, rank 0, other rank, data worker, recorder and courier. If
         several have one role, it returns one.
         """
         found: dict[str, psutil.Process] = {}
         first = self._first_rank()
-        for process in self.processes():
+        for process in self.processes() if among is None else among:
             with contextlib.suppress(psutil.Error):
                 role = _role(process, first)
                 if role is not None:

@@ -6,6 +6,7 @@ from torture.scenarios import (
     checkpoints,
     crowds,
     disk,
+    machines,
     places,
     power,
     processes,
@@ -54,6 +55,9 @@ SCENARIOS: dict[str, Scenario] = {
     "crowd": crowds.crowd,
     "killed search": search.killed_search,
     "shared study": search.shared_study,
+    "lost machine": machines.lost_machine,
+    "cut link": machines.cut_link,
+    "preempted machine": machines.preempted_machine,
     "second user": second_user.second_user,
     "GPU telemetry": telemetry.gpu_telemetry,
 }
