@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from rankzero.launch import agent, signals, torch_compat
+from rankzero.launch.machines import Machines
 from rankzero.launch.torch_compat import ObservedAgent, wait_by_polling
+from support.commands import free_port
 from support.returning import fail_once, returned
 
 
@@ -110,3 +115,23 @@ def test_environment_of_the_agent() -> None:
     torch_compat.configure_environment(environ := dict(os.environ))
     assert environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] == ""
     assert environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
+def test_silent_connections_to_the_rendezvous_end() -> None:
+    port = free_port()
+    machines = Machines(1, 2, f"localhost:{port}", "job", "127.0.0.1")
+    spec = agent._worker_spec(agent.Topology(1, machines=machines), fail_once, "")
+    found = []
+    for one in psutil.Process().net_connections("tcp"):
+        if one.raddr and one.raddr.port == port:
+            with socket.socket(fileno=os.dup(one.fd)) as connection:
+                found.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+    spec.rdzv_handler.shutdown()
+    assert found and set(found) == {60_000}
+
+
+def test_pages_about_a_failed_rank_are_not_logged() -> None:
+    torch_compat.silence_loggers()
+    for name in ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous"):
+        found = logging.getLogger(f"torch.distributed.elastic.{name}")
+        assert not found.isEnabledFor(logging.ERROR)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
 import multiprocessing
 import os
 import signal
@@ -34,12 +33,8 @@ PRELOAD = [
     "rankzero.launch.torch_compat",
     "rankzero.training.worker",
 ]
-_NOISY_LOGGERS = (
-    "torch.distributed",
-    "torch.multiprocessing",
-    "torch.distributed.elastic.multiprocessing.api",
-    "torch.distributed.elastic.multiprocessing.errors",
-)
+# PyTorch's C++ code reads it once, when it is imported. It logs pages about each lost connection.
+_CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 # Each look at the workers takes a core from them for a moment.
 _MONITOR_SECONDS = 0.5
 
@@ -71,6 +66,8 @@ def warm_up(modules: Sequence[str] = ()) -> None:
     """Start the server, which imports PyTorch and `modules` in the background. Returns at once."""
     multiprocessing.set_forkserver_preload([*PRELOAD, *modules])
     signals.start_server()
+    # Only for this process. The server has its environment already: ranks log as they would.
+    os.environ.setdefault(_CPP_LOG_LEVEL, "FATAL")
 
 
 def run(
@@ -95,27 +92,27 @@ def run(
 
     from rankzero.launch import torch_compat
 
-    # The command prints one line about a failed rank. The agent would log a page.
-    for name in _NOISY_LOGGERS:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    torch_compat.silence_loggers()
     torch_compat.configure_environment()
     logs.mkdir(parents=True, exist_ok=True)
     logs_specs = DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL)
     signals.start_server()
-    alone = topology.machines.alone
+    alone, agent = topology.machines.alone, None
     store = rendezvous.private_folder() if alone else contextlib.nullcontext()
     try:
         with store as folder, forwarder.to_workers() as workers:
             spec = _worker_spec(topology, entry, request, folder)
             try:
-                result = torch_compat.ObservedAgent(spec, logs_specs, workers, joined).run()
+                agent = torch_compat.ObservedAgent(spec, logs_specs, workers, joined)
+                result = agent.run()
             finally:
                 spec.rdzv_handler.shutdown()
     except signals.LaunchStopped as stopped:
         return LaunchResult("FAILED", str(stopped))
     except RendezvousError as error:
         why = str(error) or type(error).__name__
-        return LaunchResult("FAILED", f"the machines did not find each other: {why}")
+        what = "lost" if agent and agent.have_met else "did not find"
+        return LaunchResult("FAILED", f"the machines {what} each other: {why}")
     except json.JSONDecodeError:
         # The agent reads why a rank failed from a file, which is empty where the disk is full.
         return LaunchResult("FAILED", "a rank failed, and the disk was too full to write why")
@@ -159,13 +156,16 @@ def _worker_spec(
         **machines.settings,
     )
     make = rendezvous.handler_of_one_agent if machines.alone else registry.get_rendezvous_handler
+    handler = make(parameters)
+    if not machines.alone:
+        rendezvous.limit_silence(machines.endpoint)
     interface = None if machines.alone else machines.interface
     return WorkerSpec(
         role="rank",
         local_world_size=topology.processes,
         entrypoint=enter,
         args=(entry, request, store, interface),
-        rdzv_handler=make(parameters),
+        rdzv_handler=handler,
         max_restarts=topology.max_restarts,
         monitor_interval=_MONITOR_SECONDS,
         local_addr=machines.address,

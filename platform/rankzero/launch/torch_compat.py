@@ -12,6 +12,7 @@ Imports PyTorch, which takes a second: import it inside functions.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, MutableMapping
@@ -59,10 +60,14 @@ class ObservedAgent(LocalElasticAgent):
         joined: Callable[[int], object] = lambda _: None,
     ) -> None:
         self._observer, self._joined = observer, joined
+        self.have_met = False
+        """Whether the machines have found each other."""
         super().__init__(
             spec,
             logs_specs,
             start_method="forkserver",
+            # It waits so long at the end for the agents of other machines, which may be gone.
+            exit_barrier_timeout=60,
             shutdown_timeout=30,  # after SIGTERM, before SIGKILL, where another rank has failed
         )
 
@@ -77,6 +82,7 @@ class ObservedAgent(LocalElasticAgent):
         self._restarts = restarts
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.have_met = True
         self._observer.starting()
         self._joined(worker_group.group_rank or 0)
         ids: dict[int, Any] = super()._start_workers(worker_group)
@@ -87,6 +93,15 @@ class ObservedAgent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._observer.stopping()
         super()._stop_workers(worker_group)
+
+
+def silence_loggers() -> None:
+    """Keep PyTorch's pages about a failed rank out of the output. The command prints one line."""
+    names = ("torch.distributed", "torch.multiprocessing")
+    # Some of its loggers have a level of their own.
+    for name in (*names, *logging.root.manager.loggerDict):
+        if name.startswith(names):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def configure_environment(environ: MutableMapping[str, str] = os.environ) -> None:

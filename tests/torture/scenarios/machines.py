@@ -21,7 +21,9 @@ from rankzero.errors import FAILED, FINISHED, RESUMABLE
 from torture import promises
 from torture.ground import MARK, Broken, Command, Ground, NotRun, wait_for
 from torture.promises import Curves
+from torture.room import shared_memory
 from torture.scenarios.training import (
+    EVERY,
     SETTINGS,
     STEPS,
     TINY,
@@ -69,11 +71,11 @@ class Pair:
         if machine == SECOND:
             folder = self.ground.folder / SECOND / "mlruns"
         enter = ("nsenter", f"--target={self.holders[machine]}", "--net", "--uts")
-        return self.ground.start(*words, *MEETING, "--dir", folder, inside=enter)
+        return self.ground.start(*words, "--dir", folder, inside=enter)
 
     def both(self, *words: object) -> dict[str, Command]:
         """Start a command on both machines."""
-        return {machine: self.start(machine, *words) for machine in self.holders}
+        return {machine: self.start(machine, *words, *MEETING) for machine in self.holders}
 
     def processes(self, machine: str) -> list[psutil.Process]:
         """Return the scenario's processes on a machine."""
@@ -97,8 +99,12 @@ def lost_machine(ground: Ground, reference: Curves) -> None:
         _kill(pair, victim, machine)
         _all_end(commands, {FAILED, RESUMABLE, -signal.SIGKILL})
         promises.no_process_is_left(ground)
+        if victim == "machine":
+            # A real machine's shared memory goes with it.
+            ground.shared_memory |= shared_memory()
         if (victim, machine) == ("machine", FIRST):
-            ground.run("sync")
+            # Only this machine knows that its processes are gone.
+            _all_end({FIRST: pair.start(FIRST, "sync")}, {FINISHED})
         else:
             promises.delivered_without_sync(the_run(ground))
         is_consistent(ground, reference, ("FAILED", "KILLED"))
@@ -158,7 +164,8 @@ def _wait_for_steps(ground: Ground, commands: Mapping[str, Command]) -> None:
     run, before = ground.the_run(), 0
     if run is not None and run.events.exists():
         before = max(promises.journaled(run), default=0)
-    wanted = before + ground.random.randrange(4, 60)
+    # After the first checkpoint, for a resume.
+    wanted = before + ground.random.randrange(EVERY + 4, 70)
 
     def is_there() -> bool:
         if any(not command.running for command in commands.values()):
