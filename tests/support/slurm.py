@@ -53,7 +53,9 @@ AuthInfo=socket={folder}/munge.socket,cred_expire=5
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
+SelectTypeParameters=CR_CPU_Memory
+DefMemPerCPU=1000
+GresTypes=gpu
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1,batch_sched_delay=0
 MpiDefault=none
@@ -63,10 +65,12 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
-NodeName=first NodeHostname=first NodeAddr=10.77.0.1 Port=16818 CPUs=2
-NodeName=second NodeHostname=first NodeAddr=10.77.0.1 Port=16819 CPUs=2
+NodeName=first NodeHostname=first NodeAddr=10.77.0.1 Port=16818 CPUs=2 RealMemory=8000 Gres=gpu:2
+NodeName=second NodeHostname=first NodeAddr=10.77.0.1 Port=16819 CPUs=2 RealMemory=8000 Gres=gpu:2
 PartitionName=main Nodes=first,second Default=YES
 """
+# Slurm wants a file for each GPU, and takes any.
+GPUS = "Name=gpu File={folder}/gpu[0-1]\n"
 CGROUP = """\
 CgroupPlugin=cgroup/v1
 CgroupAutomount=no
@@ -116,6 +120,9 @@ def cluster() -> Iterator[Cluster]:
     for name in ("state", "spool-first", "spool-second"):
         (folder / name).mkdir()
     (folder / "slurm.conf").write_text(SETTINGS.format(folder=folder))
+    (folder / "gres.conf").write_text(GPUS.format(folder=folder))
+    for name in ("gpu0", "gpu1"):
+        (folder / name).touch()
     (folder / "cgroup.conf").write_text(CGROUP)
     apart = ("--mount", "--net", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
     with (folder / "daemons.log").open("w") as log:

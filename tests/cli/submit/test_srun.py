@@ -105,5 +105,5 @@ def test_a_repeat_runs_and_is_extended_on_slurms_machine(
     assert "2 of 2" in cluster(more, rankzero.folder, rankzero.environ)
     runs = rankzero.folder / "mlruns" / "runs"
     stored = plan.stored(RunFolder(runs / "r"))
-    assert stored is not None and stored.seeds == (0, 1)
+    assert stored is not None and [*stored.seeds] == [0, 1]
     assert {tracked(run).status for run in folders(runs) if run.path.name != "r"} == {"FINISHED"}

@@ -33,9 +33,19 @@ def test_a_users_options_come_after_ours(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
     own = ["--nodes=1", "--ntasks=1", "--cpus-per-task=2", "--job-name=rankzero-trials"]
     node = [sys.executable, "-m", "rankzero.tuning.places.node"]
-    assert slurm.command(["--gpus=2"], 2, {}) == ["/bin/srun", *own, "--gpus=2", *node]
-    found = slurm.command(["--gpus=2"], 2, {"SLURM_JOB_ID": "7"})
+    found = slurm.command(["--gpus=2"], 2, environ={})
+    assert found == ["/bin/srun", *own, "--gpus=2", *node]
+    found = slurm.command(["--gpus=2"], 2, environ={"SLURM_JOB_ID": "7"})
     assert found == ["/bin/srun", *own, "--exact", "--gpus=2", *node]
+
+
+def test_hosts_divide_an_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    gpus = {"SLURM_GPUS_PER_NODE": "4", "SLURM_MEM_PER_NODE": "9000"}
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", **gpus}
+    for parallel, memory in ((1, 9000), (2, 9000), (3, 4500), (6, 3000)):
+        words = slurm.command([], 2, parallel, job)
+        assert words[5:8] == ["--exact", "--gpus-per-node=2", f"--mem={memory}"]
 
 
 def test_a_machine_without_slurm_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +61,9 @@ def test_options_of_a_cluster_without_one_are_refused(capsys: pytest.CaptureFixt
 
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("within", [[], ["salloc", "--nodes=2", "--ntasks=2", "--cpus-per-task=2"]])
+@pytest.mark.parametrize(
+    "within", [[], ["salloc", "--nodes=2", "--ntasks=2", "--cpus-per-task=2", "--mem=2000"]]
+)
 def test_a_search_whose_trials_are_jobs_or_steps(
     rankzero: Command, cluster: Cluster, within: list[str]
 ) -> None:
@@ -76,12 +88,24 @@ def test_a_search_whose_trials_are_jobs_or_steps(
 
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
+def test_trials_share_the_gpus_and_the_memory_of_an_allocation(
+    rankzero: Command, cluster: Cluster
+) -> None:
+    room = ("--nodes=1", "--ntasks=1", "--cpus-per-task=2", "--gpus-per-node=2", "--mem=4000")
+    words = ["salloc", *room, sys.executable, "-m", "rankzero", *SEARCH, "--seeds", "2"]
+    printed = cluster([*words, "--parallel", "2"], rankzero.folder, rankzero.environ)
+    assert "Your configuration" in printed or "Nothing beats" in printed
+    assert "waiting for a machine" not in printed
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
 def test_a_machine_that_goes_down_loses_its_trial_and_the_next_one_trains_elsewhere(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in cluster.environ.items():
         monkeypatch.setenv(name, value)
-    words = cluster.words(slurm.command(["--cpus-per-task=2"], 1, {}), tmp_path)
+    words = cluster.words(slurm.command(["--cpus-per-task=2"], 1, environ={}), tmp_path)
     with contextlib.closing(RemoteHost(words, (), "Slurm", print)) as host:
         launcher, experiment = launcher_for(host, tmp_path), tiny(host)
         trial = started(launcher, experiment, "lost")

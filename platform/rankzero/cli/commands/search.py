@@ -157,7 +157,7 @@ def _make_host(
         cluster = "Ray"
         command = ray_actor.command(arguments.ray, arguments.after, processes)
     else:
-        cluster, command = "Slurm", slurm.command(arguments.after, processes)
+        cluster, command = "Slurm", slurm.command(arguments.after, processes, arguments.parallel)
     return RemoteHost(command, libraries, cluster, print_line)
 
 
