@@ -40,7 +40,7 @@ screenshots: setup
 
 # Real clusters in namespaces of this machine, without a network: Debian's Slurm. Needs root, slurmctld, slurmd, slurm-client, munge, iproute2.
 test-cluster: setup
-	$(BIN)/pytest -m cluster
+	$(BIN)/pytest -m cluster --durations 10
 
 # The adapters against the real frameworks, which are extras. TensorFlow, DeepSpeed, Ray and Composer have environments of their own:
 # whoever finds them imports them, too. What needs Debian's openmpi-bin or a C++ compiler says so where it is skipped.
