@@ -38,7 +38,7 @@ screenshots: setup
 	RANKZERO_SCREENSHOTS=$(CURDIR)/.screenshots $(BIN)/pytest -m slow tests/cli/commands/test_ui.py
 	for image in docs/images/*.png; do cp .screenshots/$${image##*/} $$image; done
 
-# Real clusters in namespaces of this machine, without a network: Debian's Slurm. Needs root, slurmctld, slurmd, slurm-client, munge, iproute2.
+# Real clusters in namespaces of this machine, without a network: Debian's Slurm; a team's store: PostgreSQL and moto's S3. Needs root, slurmctld, slurmd, slurm-client, munge, iproute2.
 test-cluster: setup
 	$(BIN)/pytest -m cluster --durations 10
 

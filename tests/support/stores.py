@@ -33,11 +33,14 @@ def free_port() -> int:
 
 
 class Server:
-    """MLflow's server, artifacts proxied; it can be killed and started again."""
+    """MLflow's server, artifacts proxied; it can be killed and started again.
 
-    def __init__(self, root: Path, database: str, workers: int = 1) -> None:
+    `artifacts`: where it keeps them, by default below `root`.
+    """
+
+    def __init__(self, root: Path, database: str, workers: int = 1, artifacts: str = "") -> None:
         self.root, self._database, self._port = root, database, free_port()
-        self._workers = workers
+        self._workers, self._artifacts = workers, artifacts or str(root / "served")
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -51,7 +54,7 @@ class Server:
         command = [
             *(sys.executable, "-P", "-m", "mlflow", "server"),
             *("--backend-store-uri", self._database),
-            *("--artifacts-destination", str(self.root / "served"), "--port", str(self._port)),
+            *("--artifacts-destination", self._artifacts, "--port", str(self._port)),
             *("--workers", str(self._workers)),
         ]
         with (self.root / "server.log").open("ab") as log:
