@@ -145,9 +145,8 @@ def test_the_tutorial_runs(rankzero: Command, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_commands_of_a_page_are_legal(page: Path) -> None:
-    lines = [
-        line for text in (*blocks(page, "sh"), *blocks(page, "")) for line in text.splitlines()
-    ]
+    texts = (text.replace("\\\n", "") for text in (*blocks(page, "sh"), *blocks(page, "")))
+    lines = [line for text in texts for line in text.splitlines()]
     for line in lines:
         words = shlex.split(line.removeprefix("$ "), comments=True)
         if words[:1] == ["rankzero"] and "…" not in line:
