@@ -1,12 +1,13 @@
 """Measure what the Lightning adapter costs Lightning's own loop, next to Lightning's own loggers.
 
-    .venv-integrations/bin/python benchmarks/adapters.py [--rounds 3]
+    .venv-integrations/bin/python benchmarks/adapters.py [--rounds 3] [--others]
 
-Takes about 15 minutes. Run `make environment-integrations` first.
+Takes about seven minutes, and twice as long with --others. Run `make environment-integrations`
+first.
 
-A round has seven trainings, each in a fresh process: no logger, RankZero's logger and callback,
-Lightning's loggers, RankZero's again, no logger again. Every logger logs a point every step. The
-time is that of `Trainer.fit`, without the first epoch.
+A round has four trainings, each in a fresh process: no logger, RankZero's logger and callback
+twice, no logger. With --others, Lightning's loggers follow, and no logger again. Every logger logs
+a point every step. The time is that of `Trainer.fit`, without the first epoch.
 """
 
 from __future__ import annotations
@@ -35,8 +36,11 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--others", action="store_true", help="measure Lightning's loggers, too")
     options = parser.parse_args()
-    order = ("none", "RankZeroLogger", *OTHERS, "RankZeroLogger", "none")
+    # The machine's speed drifts within minutes, so what is compared stands close together.
+    order = ("none", "RankZeroLogger", "RankZeroLogger", "none")
+    order += (*OTHERS, "none") if options.others else ()
     seconds: dict[str, list[float]] = {who: [] for who in order}
     for _ in range(options.rounds):
         found: dict[str, list[float]] = {who: [] for who in order}

@@ -120,7 +120,8 @@ def test_environment_of_the_agent() -> None:
 def test_silent_connections_to_the_rendezvous_end() -> None:
     port = free_port()
     machines = Machines(1, 2, f"localhost:{port}", "job", "127.0.0.1")
-    spec = agent._worker_spec(agent.Topology(1, machines=machines), fail_once, "")
+    topology = agent.Topology(1, machines=machines, silence_seconds=60.0)
+    spec = agent._worker_spec(topology, fail_once, "")
     found = []
     for one in psutil.Process().net_connections("tcp"):
         if one.raddr and one.raddr.port == port:

@@ -269,7 +269,9 @@ def topology_of(
     check_gpus(processes)
     for count in range(machines.least, machines.most + 1):
         micro_batch_size(train, strategies.shards(train.strategy, processes * count))
-    return agent.Topology(processes, arguments.max_restarts, machines)
+    limit = train.limits.hang_minutes
+    silence_seconds = None if limit is None else 60 * limit
+    return agent.Topology(processes, arguments.max_restarts, machines, silence_seconds)
 
 
 def libraries_of(path: Path) -> list[str]:

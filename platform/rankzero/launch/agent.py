@@ -46,6 +46,8 @@ class Topology:
     processes: int
     max_restarts: int = 0
     machines: Machines = ALONE
+    silence_seconds: float | None = None
+    """The command ends after a link between machines is cut for so long. None: no limit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,8 +159,8 @@ def _worker_spec(
     )
     make = rendezvous.handler_of_one_agent if machines.alone else registry.get_rendezvous_handler
     handler = make(parameters)
-    if not machines.alone:
-        rendezvous.limit_silence(machines.endpoint)
+    if not machines.alone and topology.silence_seconds is not None:
+        rendezvous.limit_silence(machines.endpoint, topology.silence_seconds)
     interface = None if machines.alone else machines.interface
     return WorkerSpec(
         role="rank",

@@ -30,7 +30,6 @@ _STORE_FOLDER = "RANKZERO_STORE"
 _PLACES = (None, "/dev/shm", "/var/tmp")  # noqa: S108 — the names in them are random
 # More than the addresses of a machine's ranks need.
 _STORE_BYTES = 64 << 10
-_SILENCE_SECONDS = 60.0
 
 
 def handler_of_one_agent(parameters: Any) -> Any:
@@ -42,16 +41,18 @@ def handler_of_one_agent(parameters: Any) -> Any:
     return create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
 
 
-def limit_silence(endpoint: str, seconds: float = _SILENCE_SECONDS) -> None:
-    """Let the kernel end this process's connections to ``HOST:PORT`` if nothing answers for long.
+def limit_silence(endpoint: str, seconds: float) -> None:
+    """Let the kernel end this process's connections to ``HOST:PORT`` after so long a silence.
 
     torchrun's agent writes to its rendezvous every few seconds and waits for an answer without a
     limit. Over a link that is cut, Linux would report no error for a quarter of an hour. The agent
     would not see meanwhile that its ranks have ended.
     """
+    if sys.platform != "linux":
+        return
     port = endpoint.rpartition(":")[2]
     for one in psutil.Process().net_connections("tcp"):
-        if sys.platform == "linux" and one.raddr and str(one.raddr.port) == port:
+        if one.raddr and str(one.raddr.port) == port:
             # PyTorch owns the descriptor, and does not show it.
             with socket.socket(fileno=os.dup(one.fd)) as connection:
                 connection.setsockopt(
