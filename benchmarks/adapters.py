@@ -39,8 +39,8 @@ def main() -> None:
     parser.add_argument("--others", action="store_true", help="measure Lightning's loggers, too")
     options = parser.parse_args()
     # The machine's speed drifts within minutes, so what is compared stands close together.
-    order = ("none", "RankZeroLogger", "RankZeroLogger", "none")
-    order += (*OTHERS, "none") if options.others else ()
+    order = ["none", "RankZeroLogger", "RankZeroLogger", "none"]
+    order += [*OTHERS, "none"] if options.others else []
     seconds: dict[str, list[float]] = {who: [] for who in order}
     for _ in range(options.rounds):
         found: dict[str, list[float]] = {who: [] for who in order}
