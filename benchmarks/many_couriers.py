@@ -2,9 +2,9 @@
 
     python benchmarks/many_couriers.py [--couriers 200] [--seconds 120] [--workers 2] [--quick]
 
-The only full run (2026-11-25, two cores for all) failed: one run had nothing in PostgreSQL after two
-minutes, and not all runs had ended there when the couriers gave up. How many couriers two workers
-can serve is not known.
+The only full run (2026-11-25, two cores for all) failed: one run had nothing in PostgreSQL after
+two minutes, and not all runs had ended there when the couriers gave up. How many couriers two
+workers can serve is not known.
 
 Couriers, server and PostgreSQL share the machine. One process plays the trainings: each writes ten
 steps a second with three metrics, and one report a second with five, as a real run does. All end
