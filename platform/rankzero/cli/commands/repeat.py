@@ -54,8 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     before = plans.stored(known) if known is not None else None
     if before is not None and arguments.nproc is None:
         arguments.nproc = before.nproc
-    name = known.path.name if known and before else options.run_name(arguments, "repeat")
-    srun.become(arguments, name, ("--nodes=1", "--ntasks=1"), named=before is not None)
+    continued = known.path.name if known is not None and before is not None else ""
+    srun.become(arguments, ("--nodes=1", "--ntasks=1"), kind="repeat", known=continued)
     if known is not None and before is not None:
         folder, plan, experiment = known, *_continued(arguments, known, before)
         parts = _parts(arguments, plan, experiment)

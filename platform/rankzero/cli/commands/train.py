@@ -36,7 +36,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    srun.become(arguments, options.run_name(arguments), srun.one_task_per_machine())
+    srun.become(arguments, srun.one_task_per_machine())
     experiment = experiment_of(arguments)
     machines = options.machines_of(arguments)
     known = resume.begun(arguments, machines) if arguments.resume_if_there else None

@@ -20,20 +20,21 @@ def add_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def become(
-    arguments: argparse.Namespace, name: str, own: Sequence[str], *, named: bool = False
+    arguments: argparse.Namespace, own: Sequence[str], *, kind: str = "", known: str = ""
 ) -> None:
     """With ``--slurm``, replace this process by srun, which runs the same command.
 
-    `name`: the run's. `named`: whether the command's words have it. `own`: options of srun, before
-    those of the user. Raises UserError without Slurm.
+    `own`: options of srun, before those of the user. `kind`: the beginning of a new run's name.
+    `known`: the name of a repeat that the command's words continue. Raises UserError without Slurm.
     """
     if not arguments.slurm:
         if arguments.after:
             raise UserError("the words after -- are options of srun: give --slurm, too")
         return
-    if ".py" in arguments.experiment:  # and not a repeat's name
+    if not known:
         options.check_settings(arguments)
-    words = command(arguments, name, own, named=named or bool(arguments.run_name))
+    name = known or options.run_name(arguments, kind)
+    words = command(arguments, name, own, named=bool(known or arguments.run_name))
     environ = {key: value for key, value in os.environ.items() if not key.startswith(OF_TORCHRUN)}
     sys.stdout.flush()
     # srun gets the signals and the terminal, and its exit code is the command's.
