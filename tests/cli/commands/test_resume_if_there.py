@@ -75,15 +75,21 @@ def test_a_run_of_a_lost_disk_continues_from_the_server(rankzero: Command, serve
     code, output = rankzero(*words, "train.steps=10", "--wait-delivery")
     assert code == 0, output
     run_id = tracked(rankzero.runs[0]).run_id
-    shutil.rmtree(rankzero.folder / "mlruns" / "runs")
+    _lose_the_disk(rankzero)
     code, output = rankzero(*words, "--wait-delivery")
     assert code == 0 and "again is not on this disk, and continues from" in output, output
     assert starts(rankzero.runs[0]) == [10] and tracked(rankzero.runs[0]).run_id == run_id
     # A run of this name in another MLflow experiment is somebody else's.
-    shutil.rmtree(rankzero.folder / "mlruns" / "runs")
+    _lose_the_disk(rankzero)
     code, output = rankzero(*words[:-1], "another", "train.steps=2", "--wait-delivery")
     assert code == 0 and starts(rankzero.runs[0]) == [0], output
     assert tracked(rankzero.runs[0]).run_id != run_id
+
+
+def _lose_the_disk(rankzero: Command) -> None:
+    # `--wait-delivery` ends when MLflow has all; the courier then writes once more how far it is.
+    wait_until(lambda: not processes_of(rankzero.folder))
+    shutil.rmtree(rankzero.folder / "mlruns" / "runs")
 
 
 def test_it_waits_for_the_writer_of_another_machine_until_that_counts_as_dead(
