@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from rankzero.mlflow_store.server import environment
 from rankzero.mlflow_store.uris import prepare_store
 
 if TYPE_CHECKING:
     from rankzero.mlflow_store.client import RunRecord
-
-QUICK = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 
 
 def free_port() -> int:
@@ -60,7 +59,7 @@ class Server:
         with (self.root / "server.log").open("ab") as log:
             self._process = subprocess.Popen(
                 command,
-                env={**os.environ, **QUICK},
+                env=environment(os.environ),
                 stdout=log,
                 stderr=log,
                 cwd=self.root,
@@ -163,7 +162,9 @@ def private_postgres() -> Iterator[str]:
     if user is not None:
         shutil.chown(folder, user)
     port, data, log = free_port(), folder / "data", folder / "log"
-    options = f"-p {port} -k {folder} -c listen_addresses=127.0.0.1 -c fsync=off"
+    options = (
+        f"-p {port} -k {folder} -c listen_addresses=127.0.0.1 -c fsync=off -c max_connections=200"
+    )
 
     def run(name: str, *arguments: object) -> None:
         subprocess.run(

@@ -28,6 +28,14 @@ LOOPBACK = "127.0.0.1"
 _ANYWHERE = ("0.0.0.0", "::")  # noqa: S104 - the server listens there only if a user says so
 _USERS, _SETTINGS, _SERVING = "auth.db", "auth.ini", ".ui.lock"
 _USER, PASSWORD = "MLFLOW_AUTH_ADMIN_USERNAME", "MLFLOW_AUTH_ADMIN_PASSWORD"
+_FIXED = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    # MLflow works on 40 requests at once, and log-batch holds one connection while it waits for
+    # another. With its default of 15 in all, 15 requests lock the server for 30 seconds.
+    "MLFLOW_SQLALCHEMYSTORE_POOL_SIZE": "10",
+    "MLFLOW_SQLALCHEMYSTORE_MAX_OVERFLOW": "35",
+}
 # Characters of a password, MLflow's own rule.
 _MIN_PASSWORD = 12
 
@@ -106,9 +114,8 @@ def command(root: Path, access: Access) -> list[str]:
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for `command`: no usage telemetry, no job processes."""
-    fixed = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    return {**fixed, **environ}
+    """Return the environment for `command`: no telemetry, no job processes, enough connections."""
+    return {**_FIXED, **environ}
 
 
 def with_users(root: Path, environ: Mapping[str, str]) -> tuple[dict[str, str], str]:
