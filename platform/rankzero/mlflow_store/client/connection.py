@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from rankzero.mlflow_store.uris import artifact_root, make_tables, prepare_store
 
 # Timeouts of a request with a file. A server may store all of it before it answers.
 MIN_FILE_SECONDS, MAX_FILE_SECONDS = 30, 600
+# The longest wait for an answer to metrics.
+_MAX_SECONDS = 80
 # A slow server's speed.
 STORED_BYTES_PER_SECOND = 2 << 20
 
@@ -37,13 +40,41 @@ def connect(tracking_uri: str) -> MlflowClient:
         return MlflowClient(tracking_uri=tracking_uri)
 
 
-def log_points(client: MlflowClient, run_id: str, points: Sequence[MetricPoint]) -> None:
+class Overload:
+    """Waits longer for each next answer of a server that did not answer in time.
+
+    A server still works on a request that timed out. With a fixed limit, many couriers would
+    send a slow server the same batches again and again.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0
+
+    @contextlib.contextmanager
+    def patience(self) -> Iterator[None]:
+        """Make one request in the block. Not for several threads at once."""
+        began = time.monotonic()
+        with mlflow_compat.request_timeout(self._seconds) as limit:
+            try:
+                yield
+            except Exception:
+                if time.monotonic() - began >= limit:
+                    self._seconds = min(2 * limit, _MAX_SECONDS)
+                raise
+        if time.monotonic() - began < limit / 4:
+            self._seconds = limit // 2
+
+
+def log_points(
+    client: MlflowClient, run_id: str, points: Sequence[MetricPoint], overload: Overload
+) -> None:
     """Send the points, at most a thousand at a time. Sending one again changes nothing."""
     for chunk in chunks(points, limits.METRICS_PER_BATCH):
         metrics = [
             Metric(p.key, p.value, p.milliseconds, p.step, model_id=p.model_id) for p in chunk
         ]
-        client.log_batch(run_id, metrics=metrics, synchronous=True)
+        with overload.patience():
+            client.log_batch(run_id, metrics=metrics, synchronous=True)
 
 
 def chunks(items: Sequence[Any], size: int) -> Iterator[list[Any]]:

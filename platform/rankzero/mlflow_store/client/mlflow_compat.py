@@ -86,15 +86,19 @@ def _received(response: Any) -> None:
 
 
 @contextlib.contextmanager
-def request_timeout(seconds: int) -> Iterator[None]:
-    """Give each request in the block at least so many seconds; not for several threads at once."""
+def request_timeout(seconds: int) -> Iterator[int]:
+    """Give each request in the block at least so many seconds; yield how many it has.
+
+    Not for several threads at once.
+    """
     # MLflow has no argument for it. An upload of 100 MB needs more than a metric does:
     # https://github.com/mlflow/mlflow/issues/8539.
     name = "MLFLOW_HTTP_REQUEST_TIMEOUT"
     before = os.environ.get(name)
-    os.environ[name] = str(max(seconds, int(before or 0)))
+    limit = max(seconds, int(before or ENVIRONMENT[name]))
+    os.environ[name] = str(limit)
     try:
-        yield
+        yield limit
     finally:
         os.environ[name] = before or ENVIRONMENT[name]
 

@@ -17,7 +17,13 @@ from rankzero.events import DataDescribed, RunEnded, RunStarted
 from rankzero.mlflow_store import limits, saved_view
 from rankzero.mlflow_store.client import experiments
 from rankzero.mlflow_store.client.artifact_locations import ArtifactLocations
-from rankzero.mlflow_store.client.connection import chunks, connect, log_points, patience
+from rankzero.mlflow_store.client.connection import (
+    Overload,
+    chunks,
+    connect,
+    log_points,
+    patience,
+)
 from rankzero.mlflow_store.client.deletion import MlflowDeletion
 from rankzero.mlflow_store.client.images import write_images
 from rankzero.mlflow_store.client.models import MlflowModels
@@ -38,6 +44,7 @@ class MlflowRuns:
     def __init__(self, tracking_uri: str) -> None:
         self._uri = tracking_uri
         self._client = connect(tracking_uri)
+        self._overload = Overload()
         self._locations = ArtifactLocations(self._client, tracking_uri)
         self.models = MlflowModels(self._client, tracking_uri, self._locations)
         self.deletion = MlflowDeletion(self._client, tracking_uri, self._locations, self.models)
@@ -101,7 +108,7 @@ class MlflowRuns:
 
     def log_metrics(self, run_id: str, points: Sequence[MetricPoint]) -> None:
         """Send the points. Sending one again changes nothing."""
-        log_points(self._client, run_id, points)
+        log_points(self._client, run_id, points, self._overload)
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
         """Set the tags, with names and values that MLflow accepts."""
