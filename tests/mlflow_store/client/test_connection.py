@@ -1,7 +1,8 @@
-"""The timeout of an upload grows with its size."""
+"""The timeout of an upload grows with its size, that of metrics with the server's delays."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from rankzero.mlflow_store.client.connection import (
     MAX_FILE_SECONDS,
     MIN_FILE_SECONDS,
     STORED_BYTES_PER_SECOND,
+    Overload,
     patience,
 )
 from support.runs import make_folder
@@ -65,3 +67,26 @@ def test_a_small_upload_without_an_answer_fails_within_seconds(
         assert time.monotonic() - began < 20
         proxy.behave()
         tracker.log_artifact(run.run_id, tmp_path / "config.yaml")
+
+
+def test_a_server_that_is_slow_gets_more_time_and_then_less_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A batch that timed out is stored all the same. Sent again at once, it is stored twice."""
+    monkeypatch.setenv(TIMEOUT, "1")
+    overload, limits = Overload(), list[str]()
+
+    def ask(seconds: float, error: Exception | None = None) -> None:
+        with contextlib.suppress(OSError), overload.patience():
+            limits.append(os.environ[TIMEOUT])
+            time.sleep(seconds)
+            if error is not None:
+                raise error
+
+    ask(0.0, ConnectionRefusedError())
+    ask(1.0, TimeoutError())
+    ask(2.0, TimeoutError())
+    ask(1.1)
+    for _ in range(3):
+        ask(0.0)
+    assert limits == ["1", "1", "2", "4", "4", "2", "1"] and os.environ[TIMEOUT] == "1"
