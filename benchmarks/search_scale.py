@@ -23,7 +23,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import optuna
@@ -54,10 +53,10 @@ class Mine(Experiment):
 
 
 @contextlib.contextmanager
-def sqlite() -> Iterator[str]:
-    """Yield the URL of a new database on the disk."""
+def new_store(kind: str) -> Iterator[str]:
+    """Yield the URL of a new database or journal on the disk."""
     with tempfile.TemporaryDirectory() as folder:
-        yield f"sqlite:///{Path(folder) / 's.db'}"
+        yield f"{kind}:///{Path(folder) / 'studies'}"
 
 
 def search(study: Study, trials: int, ended: Ended) -> None:
@@ -75,21 +74,19 @@ def search(study: Study, trials: int, ended: Ended) -> None:
 
 
 def in_memory(trials: int, ended: Ended) -> None:
-    nothing: Any = SimpleNamespace(
-        url="sqlite://", scoped_session=None, engine=SimpleNamespace(begin=contextlib.nullcontext)
-    )
-    study = optuna.create_study(study_name="s", pruner=optuna.pruners.NopPruner())
-    search(Study(study, nothing, "random", 0), trials, ended)
+    store = optuna.storages.InMemoryStorage()
+    study = optuna.create_study(storage=store, study_name="s", pruner=optuna.pruners.NopPruner())
+    search(Study(study, store, "sqlite://", "random", 0), trials, ended)
 
 
-def in_sqlite(sampler: Sampler, pruner: Pruner, trials: int, ended: Ended) -> None:
-    with sqlite() as url:
+def on_disk(kind: str, sampler: Sampler, pruner: Pruner, trials: int, ended: Ended) -> None:
+    with new_store(kind) as url:
         search(open_study(url, "s", sampler=sampler, pruner=pruner, seed=0), trials, ended)
 
 
 def optuna_alone(trials: int, ended: Ended) -> None:
     """Ask and tell as many trials without a search."""
-    with sqlite() as url:
+    with new_store("sqlite") as url:
         study = optuna.create_study(storage=url, sampler=optuna.samplers.RandomSampler(0))
         batch = optuna.distributions.IntDistribution(0, 9)
         factor = optuna.distributions.FloatDistribution(1 / 32, 32, log=True)
@@ -103,8 +100,10 @@ def optuna_alone(trials: int, ended: Ended) -> None:
 
 CASES: dict[str, Callable[[int, Ended], None]] = {
     "in memory": in_memory,
-    "SQLite, random": functools.partial(in_sqlite, "random", "none"),
-    "SQLite, TPE and ASHA": functools.partial(in_sqlite, "tpe", "asha"),
+    "SQLite, random": functools.partial(on_disk, "sqlite", "random", "none"),
+    "SQLite, TPE and ASHA": functools.partial(on_disk, "sqlite", "tpe", "asha"),
+    "journal, random": functools.partial(on_disk, "journal", "random", "none"),
+    "journal, TPE and ASHA": functools.partial(on_disk, "journal", "tpe", "asha"),
     "Optuna alone": optuna_alone,
 }
 

@@ -28,11 +28,12 @@ input()
 """
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
+@pytest.fixture(params=["sqlite", "journal", "postgres"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "postgres":
         return str(request.getfixturevalue("postgres"))
-    return f"sqlite:///{tmp_path / 'of a, ä.db'}"
+    suffix = "db" if request.param == "sqlite" else "log"
+    return f"{request.param}:///{tmp_path / f'of a, ä.{suffix}'}"
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Locks that the processes of a study hold in its store. They end with the process that holds them.
 
-    SQLite              bytes of a file next to the database. The kernel frees them.
+    SQLite, journal     bytes of a file next to the store. The kernel frees them.
     PostgreSQL, MySQL   locks of a session. The server frees them when the session ends.
 
 A lock has a number. There is no call to free one: `close` frees all.
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
 SUFFIX = ".lock"
-_FLOCK = "hhqqi0q"  # struct flock of fcntl(2): type, from where, first byte, bytes, process
+JOURNAL = "journal:///"
+FLOCK = "hhqqi0q"  # struct flock of fcntl(2): type, from where, first byte, bytes, process
 _KEEP_SECONDS = 5.0
 _CONNECT_SECONDS = 10.0
 
@@ -62,7 +63,7 @@ class FileLocks:
     def is_taken(self, number: int) -> bool:
         """Return whether another process, or another open file of this one, holds the lock."""
         found = fcntl.fcntl(self._descriptor, fcntl.F_OFD_GETLK, _bytes_of(number))
-        return bool(struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK)
+        return bool(struct.unpack(FLOCK, found)[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
         """Free all locks."""
@@ -156,21 +157,29 @@ class ServerLocks:
                     self._ask(self._dialect.take, number)
 
 
+def journal_of(url: str) -> Path | None:
+    """Return the file of a journal, or None for a database."""
+    return Path(url.removeprefix(JOURNAL)).absolute() if url.startswith(JOURNAL) else None
+
+
 def open_locks(url: str) -> StoreLocks:
-    """Return the locks of the database at `url`. Raises UserError for one that has none."""
+    """Return the locks of the store at `url`. Raises UserError for one that has none."""
     from sqlalchemy.engine import make_url
 
+    journal = journal_of(url)
+    if journal is not None:
+        return FileLocks(journal.with_name(journal.name + SUFFIX))
     found = make_url(url)
     name = found.get_backend_name()
     if name == "sqlite" and found.database:
         return FileLocks(Path(found.database + SUFFIX).absolute())
     if name not in _DIALECTS:
         raise UserError(
-            f"{url_without_secrets(url)} cannot keep a study: give --storage an SQLite file, or "
-            "PostgreSQL to share the study between machines"
+            f"{url_without_secrets(url)} cannot keep a study: give --storage an SQLite file, "
+            f"{JOURNAL}FILE, or PostgreSQL to share the study between machines"
         )
     return ServerLocks(url, _DIALECTS[name])
 
 
 def _bytes_of(number: int) -> bytes:
-    return struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)
+    return struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)

@@ -1,19 +1,18 @@
 """The study: Optuna decides what to try and when to stop a trial, and stores both.
 
-Only this file and reports/optuna_figures.py import Optuna. The study has a database of its own,
-never MLflow's. The sampler of each trial gets the study's seed plus the trial's number as its
-seed, so an interrupted study continues with the draws that it would have made.
+Only this file, study_store.py and reports/optuna_figures.py import Optuna. The study has a store
+of its own, never MLflow's. The sampler of each trial gets the study's seed plus the trial's number
+as its seed, so an interrupted study continues with the draws that it would have made.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import math
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import optuna
@@ -25,15 +24,14 @@ from optuna.distributions import (
 )
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import TrialState
-from sqlalchemy.orm import scoped_session, sessionmaker
 
 from rankzero.config.renamed import with_new_names
 from rankzero.errors import UserError
-from rankzero.mlflow_store import drivers
-from rankzero.redaction.text import text_without_secrets, url_without_secrets
+from rankzero.redaction.text import url_without_secrets
 from rankzero.search_ranges import Choice, Integer, LogUniform, Range, Uniform
 from rankzero.tuning.members import MEMBER, Members
 from rankzero.tuning.options import Pruner, Sampler
+from rankzero.tuning.study_store import one_transaction, open_store
 from rankzero.tuning.trial import State, Trial, Trials
 
 # Trials are compared each twelfth of the reference's training time, from a quarter on. Before
@@ -53,13 +51,14 @@ class Study:
     def __init__(
         self,
         study: optuna.Study,
-        database: optuna.storages.RDBStorage,
+        store: optuna.storages.BaseStorage,
+        url: str,
         sampler: Sampler,
         seed: int,
     ) -> None:
-        self._study, self._database, self._sampler, self._seed = study, database, sampler, seed
+        self._study, self._store, self._sampler, self._seed = study, store, sampler, seed
         self.name: str = study.study_name
-        self.members = Members(self.name, database.url)
+        self.members = Members(self.name, url)
         self._distributions: dict[str, BaseDistribution] = {}
         self.known = Trials()
         """All trials as of the last look at the database, and what this process did since."""
@@ -119,7 +118,7 @@ class Study:
         Does nothing if other processes took this one for dead: they have abandoned the trial.
         """
         trial, ended = self._open.pop(number), None
-        with contextlib.suppress(UpdateFinishedTrialError), self._one_transaction():
+        with contextlib.suppress(UpdateFinishedTrialError), one_transaction(self._store):
             for name, fact in facts.items():
                 trial.set_user_attr(name, fact)
             for key, violation in constraints.items():
@@ -131,19 +130,6 @@ class Study:
             ended = self._study.tell(trial, value, TrialState[state])
         if ended is not None:
             self.known.put(_trial(ended, is_abandoned=False))
-
-    @contextlib.contextmanager
-    def _one_transaction(self) -> Iterator[None]:
-        """Let Optuna write all of a block, or nothing."""
-        # By itself it commits each attribute, and the disk or the server confirms each commit.
-        database, own = self._database, self._database.scoped_session
-        with database.engine.begin() as connection:
-            joined = sessionmaker(connection, join_transaction_mode="rollback_only")
-            database.scoped_session = scoped_session(joined)
-            try:
-                yield
-            finally:
-                database.scoped_session = own
 
     def note(self, name: str, fact: Any) -> None:
         """Store a fact about the study as a whole."""
@@ -210,15 +196,15 @@ class Study:
 
 def open_study(storage: str, name: str, *, sampler: Sampler, pruner: Pruner, seed: int) -> Study:
     """Open the study of this name, or create it, as a member. Raises UserError."""
-    with _database(storage) as database:
+    with open_store(storage) as store:
         study = optuna.create_study(
-            storage=database,
+            storage=store,
             study_name=name,
             direction="minimize",
             load_if_exists=True,
             pruner=_make_pruner(pruner),
         )
-        found = Study(study, database, sampler, seed)
+        found = Study(study, store, storage, sampler, seed)
         found.members.join()
         found.note(f"{MEMBER}{found.members.own_name}", time.time())
     return found
@@ -226,27 +212,33 @@ def open_study(storage: str, name: str, *, sampler: Sampler, pruner: Pruner, see
 
 def find_study(storage: str, name: str) -> Study:
     """Open a study to read it. Raises UserError, with the names of the studies that exist."""
-    with _database(storage) as database:
-        names = optuna.get_all_study_names(database)
+    with open_store(storage) as store:
+        names = optuna.get_all_study_names(store)
         if name not in names:
             known = f"there are {', '.join(sorted(names))}" if names else "there are none yet"
             raise UserError(
                 f"no study is called {name!r} in {url_without_secrets(storage)}; {known}"
             )
-        return Study(optuna.load_study(study_name=name, storage=database), database, "random", 0)
+        return _loaded(store, storage, name)
+
+
+def _loaded(store: optuna.storages.BaseStorage, url: str, name: str) -> Study:
+    return Study(optuna.load_study(study_name=name, storage=store), store, url, "random", 0)
 
 
 def delete_study(storage: str, name: str) -> None:
     """Delete a study with its trials, if there is one. Raises UserError while it is searched."""
-    with _database(storage) as database:
-        if name not in optuna.get_all_study_names(database):
+    with open_store(storage) as store:
+        if name not in optuna.get_all_study_names(store):
             return
-        study = Study(optuna.load_study(study_name=name, storage=database), database, "random", 0)
+        study = Study(
+            optuna.load_study(study_name=name, storage=store), store, storage, "random", 0
+        )
         known = [key.removeprefix(MEMBER) for key in study.facts if key.startswith(MEMBER)]
         with contextlib.closing(study.members) as members:
             if any(map(members.is_alive, known)):
                 raise UserError(f"processes still search the study {name}: stop them first")
-        optuna.delete_study(study_name=name, storage=database)
+        optuna.delete_study(study_name=name, storage=store)
 
 
 def _trial(stored: optuna.trial.FrozenTrial, is_abandoned: bool) -> Trial:
@@ -337,27 +329,3 @@ def _equal(cell: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         for name, value in cell.items()
         if name in other
     )
-
-
-@contextlib.contextmanager
-def _database(url: str) -> Iterator[optuna.storages.RDBStorage]:
-    """Open a database. One that is locked, foreign or unreachable raises UserError."""
-    # Optuna logs each trial, and the search prints it already.
-    optuna.logging.set_verbosity(logging.ERROR)
-    # Seconds that a process waits for another one's write.
-    timeout = {"connect_args": {"timeout": 30}} if url.startswith("sqlite") else {}
-    drivers.require_driver(url)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield optuna.storages.RDBStorage(url, engine_kwargs=timeout)
-    except UserError:
-        raise
-    # SQLAlchemy's, Alembic's and Optuna's own errors have no common base class.
-    except Exception as error:
-        first = (str(error).splitlines() or [repr(error)])[0]
-        raise UserError(
-            f"the study database {url_without_secrets(url)} cannot be used: "
-            f"{text_without_secrets(first)}; nothing was changed. Choose another with --storage "
-            "(it must not be MLflow's)"
-        ) from error

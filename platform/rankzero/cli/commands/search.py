@@ -103,7 +103,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--challengers", type=int, default=3, help=best)
     parallel = "trials at a time, each on its own GPUs or cores (1)"
     add("--parallel", type=int, default=1, metavar="K", help=parallel)
-    shared = "the study's database, which machines may share (default: studies.db in --dir)"
+    shared = (
+        "a database or journal:///FILE, which machines may share (default: studies.db in --dir)"
+    )
     add("--storage", help=shared)
     # For rankzero.search, which runs the command: the study's name as JSON.
     add("--result-file", type=Path, help=argparse.SUPPRESS)

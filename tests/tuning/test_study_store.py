@@ -1,0 +1,93 @@
+"""A study in a journal: as in a database, whatever a killed or cut writer leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rankzero.errors import UserError
+from rankzero.search_ranges import LogUniform
+from rankzero.tuning.options import SearchOptions
+from rankzero.tuning.session import Session
+from rankzero.tuning.space import make_space
+from rankzero.tuning.study import Study, find_study, open_study
+from support.company import Mine
+from support.fake_launcher import FakeLauncher
+
+# Holds the lock of a journal until it is killed.
+HOLDS = """
+import sys, time
+from rankzero.tuning.study_store import _AppendLock
+_AppendLock(sys.argv[1]).acquire()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def opened(path: Path) -> Study:
+    return open_study(f"journal:///{path}", "s", sampler="tpe", pruner="asha", seed=0)
+
+
+def test_search_in_a_journal_is_the_one_in_a_database(tmp_path: Path) -> None:
+    space, told = make_space(Mine(), 1, 0.5, samples=1000), []
+    for url in (f"journal:///{tmp_path / 'studies.log'}", f"sqlite:///{tmp_path / 'studies.db'}"):
+        study = open_study(url, "s", sampler="tpe", pruner="asha", seed=0)
+        study.draw_from(space.parameters())
+        options = SearchOptions(trials=8)
+        Session(study, space, [FakeLauncher()], options, lambda text: None).run()
+        study.members.close()
+        trials = find_study(url, "s").trials()
+        told.append([(one.number, one.state, one.parameters, one.value) for one in trials])
+    assert told[0] == told[1] and len(told[0]) >= 8
+
+
+@pytest.mark.parametrize("tail", [b'{"op_code":2,"worker', b'{"o', b"\0" * 30])
+def test_line_that_a_killed_process_began_is_cut(tmp_path: Path, tail: bytes) -> None:
+    path = tmp_path / "studies.log"
+    opened(path).note("first", 1)
+    with path.open("ab") as file:
+        file.write(tail)
+    assert find_study(f"journal:///{path}", "s").facts["first"] == 1
+    opened(path).note("second", 2)
+    facts = find_study(f"journal:///{path}", "s").facts
+    assert facts["first"] == 1 and facts["second"] == 2
+
+
+def test_killed_process_holds_no_lock(tmp_path: Path) -> None:
+    path = tmp_path / "studies.log"
+    study = opened(path)
+    words = [sys.executable, "-c", HOLDS, str(path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"held\n"
+        os.kill(process.pid, signal.SIGKILL)
+    began = time.monotonic()
+    study.note("after", 1)
+    assert time.monotonic() - began < 5 and study.facts["after"] == 1
+
+
+FOREIGN = (b"someone's notes", b"a line\nanother", b"SQLite format 3\0\1")
+
+
+@pytest.mark.parametrize("content", FOREIGN)
+def test_foreign_file_is_refused_and_not_changed(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"cannot be used.*--storage"):
+        opened(path)
+    assert path.read_bytes() == content
+
+
+def test_two_processes_share_a_journal(tmp_path: Path) -> None:
+    first, second = opened(tmp_path / "studies.log"), opened(tmp_path / "studies.log")
+    for study in (first, second):
+        study.draw_from({"lr": LogUniform(0.01, 0.1)})
+    numbers = [study.ask()[0] for study in (first, second, first, second)]
+    assert numbers == [0, 1, 2, 3] and len(first.trials()) == len(second.trials()) == 4
+    first.members.close()
+    assert second.recover() == [0, 2] and second.abandoned == [0, 2]
