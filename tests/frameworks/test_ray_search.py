@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -36,7 +37,10 @@ RAY = (sys.executable, "-m", "ray.scripts.scripts")
 
 
 class Cluster:
-    """Ray's own daemons on this machine: a head without processors, and machines of two."""
+    """Ray's own daemons on this machine: a head without processors, and machines of two.
+
+    Each machine declares two GPUs. Ray hands them out by CUDA_VISIBLE_DEVICES.
+    """
 
     def __init__(self, folder: str) -> None:
         # Ray's sockets need a short path.
@@ -46,13 +50,20 @@ class Cluster:
         self.add_machine()
 
     def add_machine(self) -> None:
-        self._start(f"--address={self.address}", "--num-cpus=2")
+        self._start(f"--address={self.address}", "--num-cpus=2", "--num-gpus=2")
 
     def _start(self, *options: str) -> None:
         environ = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
         words = [*RAY, "start", *options, "--disable-usage-stats"]
         done = subprocess.run(words, check=False, env=environ, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(autouse=True)
+def _token(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Else a token in the user's home, if any, counts for some of Ray's processes only.
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 @pytest.fixture
@@ -99,6 +110,15 @@ def test_a_machine_that_dies_loses_its_trial_and_the_next_one_trains_elsewhere(
     assert not psutil.wait_procs([node, *ranks], 60)[1], "a process outlived its machine"
 
 
+def test_hosts_of_one_machine_have_gpus_of_their_own(cluster: Cluster) -> None:
+    words = ray_actor.command(cluster.address, ["num_cpus=1"], 1)
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            host = RemoteHost(words, (), "Ray", print)
+            tiny(stack.enter_context(contextlib.closing(host)))
+        assert {one.environ()["CUDA_VISIBLE_DEVICES"] for one in nodes()} == {"0", "1"}
+
+
 def test_a_search_gives_the_same_verdict_as_on_this_machine(
     rankzero: Command, cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -116,6 +136,11 @@ def test_a_cluster_that_is_not_there_is_named(rankzero: Command) -> None:
 
 
 def nodes() -> list[psutil.Process]:
-    """Return the processes of hosts, on all machines."""
-    of_all = psutil.process_iter(["cmdline"])
-    return [one for one in of_all if "rankzero.tuning.places.node" in (one.info["cmdline"] or ())]
+    """Return the processes of hosts, on all machines of Ray. Slurm's have none of its variables."""
+    of_all = psutil.process_iter(["cmdline", "environ"])
+    return [
+        one
+        for one in of_all
+        if "rankzero.tuning.places.node" in (one.info["cmdline"] or ())
+        and "RAY_JOB_ID" in (one.info["environ"] or ())
+    ]
