@@ -34,7 +34,7 @@ import many_runs
 from harness import HERE, environment, rankzero, run, save
 from playwright.sync_api import Page, sync_playwright
 
-from rankzero.catalog import lookup
+from rankzero.catalog import summary_cache
 
 TABLE, RUN_PAGE, LIST = 2.0, 3.0, 1.0  # goals, in seconds
 NAME = "bench"
@@ -257,7 +257,7 @@ def listed(root: Path, rounds: int) -> dict[str, list[float]]:
     """Return the readings of `rankzero runs`, without its cache and with it."""
     found: dict[str, list[float]] = {"first time": [], "again": []}
     for _ in range(rounds):
-        (root / "runs" / lookup.CACHE).unlink(missing_ok=True)
+        (root / "runs" / summary_cache.HEADS).unlink(missing_ok=True)
         for what in found:
             found[what].append(many_runs.seconds(root, []))
     return found

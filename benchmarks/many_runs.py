@@ -22,7 +22,7 @@ from pathlib import Path
 from harness import save
 
 from rankzero import config
-from rankzero.catalog import lookup
+from rankzero.catalog import summary_cache
 from rankzero.events import CheckpointSaved, Evaluated, Event, RunEnded, RunStarted, StepsLogged
 from rankzero.experiment import Experiment
 from rankzero.mlflow_store.client import MlflowRuns
@@ -119,7 +119,7 @@ def main() -> None:
         make(root / "runs", options.runs)
         readings: dict[str, list[float]] = {"runs, the first time": []}
         for _ in range(options.rounds):
-            (root / "runs" / lookup.CACHE).unlink(missing_ok=True)
+            (root / "runs" / summary_cache.HEADS).unlink(missing_ok=True)
             readings["runs, the first time"].append(seconds(root, []))
             for name, words in COMMANDS.items():
                 readings.setdefault(name, []).append(seconds(root, words))

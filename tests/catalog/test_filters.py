@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from pathlib import Path
 
 import pytest
 
 from rankzero.catalog.filters import parse, select
 from rankzero.catalog.summary import Details, Summary
 from rankzero.errors import UserError
-from rankzero.run_store.folder import RunFolder
 
 DETAILS = Details(
     params={"lr": "0.01", "augment": "true"},
@@ -19,7 +16,8 @@ DETAILS = Details(
     tags={},
 )
 ONE = Summary(
-    RunFolder(Path("a")),
+    "a",
+    lambda: DETAILS,
     "a",
     "digits",
     "FINISHED",
@@ -33,7 +31,6 @@ ONE = Summary(
     None,
     "id",
     "0123abcd",
-    lambda: DETAILS,
 )
 
 
@@ -75,8 +72,7 @@ def test_a_text_that_is_no_condition_is_an_error(word: str) -> None:
 
 def test_runs_without_the_key_come_last() -> None:
     runs = [
-        dataclasses.replace(ONE, name=name, best=best)
-        for name, best in (("x", None), ("y", 0.2), ("z", 0.7))
+        ONE._replace(name=name, best=best) for name, best in (("x", None), ("y", 0.2), ("z", 0.7))
     ]
     assert [one.name for one in select(runs, [], "best")] == ["y", "z", "x"]
     assert [one.name for one in select(runs, [], "-best")] == ["z", "y", "x"]

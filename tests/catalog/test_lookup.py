@@ -9,10 +9,11 @@ import os
 import sqlite3
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rankzero.catalog import lookup, summary
+from rankzero.catalog import lookup, summary, summary_cache
 from rankzero.catalog.summary import Summary
 from rankzero.cli import main
 from rankzero.errors import UserError
@@ -109,8 +110,8 @@ def test_an_ended_run_is_read_once(tmp_path: Path) -> None:
         settle(folder)
     first = lookup.listed(runs)
     assert [run.started for run in first] == [T0 + 2, T0 + 1, T0]
-    cache = runs / lookup.CACHE
-    cache.write_text(cache.read_text().replace('"reason":"', '"reason":"cached: '))
+    cache = runs / summary_cache.HEADS
+    cache.write_text(cache.read_text().replace('"trained"', '"cached: "'))
     assert [run.reason[:7] for run in lookup.listed(runs)] == ["cached:"] * 3
     append(first[1].folder, started(2), ended("FAILED", "no"))
     assert [run.reason[:7] for run in lookup.listed(runs)] == ["cached:", "no", "cached:"]
@@ -121,51 +122,70 @@ def test_a_cache_that_cannot_be_read_or_written_costs_only_time(tmp_path: Path) 
     append(folder := make_folder(tmp_path), started(), ended())
     settle(folder)
     first = lookup.listed(runs)
-    (runs / lookup.CACHE).write_text("torn\n[1]\n")
-    assert lookup.listed(runs) == first
-    (runs / lookup.CACHE).unlink()
-    (runs / lookup.CACHE).mkdir()
-    assert lookup.listed(runs) == first
+    (runs / summary_cache.HEADS).write_text("torn\n[1]\n")
+    assert plain(lookup.listed(runs)) == plain(first)
+    (runs / summary_cache.HEADS).unlink()
+    (runs / summary_cache.HEADS).mkdir()
+    assert plain(lookup.listed(runs)) == plain(first)
 
 
-@pytest.mark.parametrize("field", ["name", "status", "started", "undelivered"])
-@pytest.mark.parametrize("odd", [[], {"lr": []}, None])
+# Of a row: the folder's name, the times of its files, and the fields of a summary from `name` on.
+FIELDS = ("folder", "signature", *Summary._fields[2:])
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("odd", [[], {"lr": []}, [None]])
 def test_a_cached_summary_with_odd_values_is_read_again(
     field: str, odd: object, tmp_path: Path
 ) -> None:
-    before, signed, head, details = cached(tmp_path)
-    line = f"{signed}\t{json.dumps({**json.loads(head), field: odd})}\t{details}\n"
-    (tmp_path / "runs" / lookup.CACHE).write_text(line)
-    assert lookup.listed(tmp_path / "runs") == before
+    before, row, _ = cached(tmp_path)
+    row[FIELDS.index(field)] = odd
+    (tmp_path / "runs" / summary_cache.HEADS).write_text(f"{json.dumps(row)}\n")
+    assert plain(lookup.listed(tmp_path / "runs")) == plain([before])
 
 
 @pytest.mark.parametrize(
     "odd", ["", "torn", "[]", "[1,2,3]", '[{"lr":1},{},{}]', '[{},{"x":"y"},{}]', "[" * 10**5]
 )
 def test_cached_details_with_odd_values_are_read_again(odd: str, tmp_path: Path) -> None:
-    (before,), signed, head, _ = cached(tmp_path)
-    (tmp_path / "runs" / lookup.CACHE).write_text(f"{signed}\t{head}\t{odd}\n")
+    before, row, _ = cached(tmp_path)
+    line = f"{json.dumps(row[0])}\t{row[1]}\t{odd}\n"
+    (tmp_path / "runs" / summary_cache.DETAILS).write_text(line)
     (found,) = lookup.listed(tmp_path / "runs")
-    assert found.fields() == before.fields() and found.params["lr"] == "1"
+    assert plain([found]) == plain([before]) and found.params["lr"] == "1"
 
 
-def cached(tmp_path: Path) -> tuple[list[Summary], str, str, str]:
-    """Return the list of one run, and the parts of its line in the cache."""
+def test_torn_lines_of_the_cache_cost_no_others(tmp_path: Path) -> None:
+    _, row, details = cached(tmp_path)
+    row[FIELDS.index("reason")] = "cached"
+    lines = f'["torn\n{json.dumps(row)}\n["torn", "at the\n'
+    (tmp_path / "runs" / summary_cache.HEADS).write_text(lines)
+    changed = details.replace('"lr":"1"', '"lr":"2"')
+    (tmp_path / "runs" / summary_cache.DETAILS).write_text(f'"torn\t1\n{changed}\n"torn')
+    (found,) = lookup.listed(tmp_path / "runs")
+    assert found.reason == "cached" and found.params["lr"] == "2"
+
+
+def plain(runs: list[Summary]) -> list[dict[str, Any]]:
+    return [run.fields() for run in runs]
+
+
+def cached(tmp_path: Path) -> tuple[Summary, list[Any], str]:
+    """Return the summary of one run, its row in the cache, and the line with its details."""
     append(folder := make_folder(tmp_path), started(lr="1"), steps(1, 3), ended())
     settle(folder)
-    found = lookup.listed(tmp_path / "runs")
-    line = (tmp_path / "runs" / lookup.CACHE).read_text().rstrip("\n")
-    signed, head, details = line.rsplit("\t", 2)
-    return found, signed, head, details
+    (found,) = lookup.listed(tmp_path / "runs")
+    row = json.loads((tmp_path / "runs" / summary_cache.HEADS).read_text())
+    return found, row, (tmp_path / "runs" / summary_cache.DETAILS).read_text().rstrip("\n")
 
 
 def test_a_run_that_changed_just_now_is_not_cached(tmp_path: Path) -> None:
     append(folder := make_folder(tmp_path), started(), ended())
     lookup.listed(tmp_path / "runs")
-    assert not (tmp_path / "runs" / lookup.CACHE).exists()
+    assert not (tmp_path / "runs" / summary_cache.HEADS).exists()
     settle(folder)
     lookup.listed(tmp_path / "runs")
-    assert (tmp_path / "runs" / lookup.CACHE).exists()
+    assert (tmp_path / "runs" / summary_cache.HEADS).exists()
 
 
 def test_a_delivery_shows_in_the_next_list(tmp_path: Path) -> None:
@@ -188,7 +208,7 @@ def test_a_folder_with_an_odd_name_does_not_break_the_list(name: bytes, tmp_path
     settle(RunFolder(moved))
     before = lookup.listed(tmp_path / "runs")
     assert [run.folder.path for run in before] == [moved]
-    assert lookup.listed(tmp_path / "runs") == before
+    assert plain(lookup.listed(tmp_path / "runs")) == plain(before)
 
 
 def test_outdated_lines_of_the_cache_are_dropped(tmp_path: Path) -> None:
@@ -198,7 +218,7 @@ def test_outdated_lines_of_the_cache_are_dropped(tmp_path: Path) -> None:
         settle(folder, seconds=1000.0 - attempt)
         [run] = lookup.listed(tmp_path / "runs", spare_lines=2)
         assert run.seconds == attempt
-    assert len((tmp_path / "runs" / lookup.CACHE).read_text().splitlines()) <= 4
+    assert len((tmp_path / "runs" / summary_cache.HEADS).read_text().splitlines()) <= 4
 
 
 def test_a_run_is_found_by_its_id_in_mlflow(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rankzero import Experiment, Train, Uniform, flatten, from_yaml, override, to_yaml
-from rankzero.catalog import filters, lookup
+from rankzero.catalog import filters, lookup, summary_cache
 from rankzero.catalog.summary import Summary
 from rankzero.config import ConfigError, read_file, rendered
 from rankzero.config.renamed import NEW_NAMES, params_with_new_names, with_new_names
@@ -130,7 +130,7 @@ def test_cached_list_of_an_old_version_shows_new_names(tmp_path: Path) -> None:
     append(folder := make_folder(tmp_path), started(**OLD_PARAMS), ended())
     settle(folder)
     lookup.listed(tmp_path / "runs")
-    cache = tmp_path / "runs" / lookup.CACHE
+    cache = tmp_path / "runs" / summary_cache.DETAILS
     cache.write_text(cache.read_text().replace("train.checkpoints.keep", "train.keep"))
     (run,) = lookup.listed(tmp_path / "runs")
     assert run.params["train.checkpoints.keep"] == "3"

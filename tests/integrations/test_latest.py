@@ -58,9 +58,7 @@ def test_next_process_continues_from_the_last_checkpoint(
 
 
 def _failed(folder: RunFolder) -> Any:
-    from dataclasses import replace
-
-    return replace(diagnosis.read_summary(folder), status="FAILED")
+    return diagnosis.read_summary(folder)._replace(status="FAILED")
 
 
 def test_checkpoint_comes_from_mlflow_if_the_disk_has_none() -> None:

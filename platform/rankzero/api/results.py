@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,11 +24,7 @@ if TYPE_CHECKING:
     from rankzero.experiment import Experiment
 
 # Params and metrics have a column each, and the folder is for programs.
-_COLUMNS = [
-    field.name
-    for field in dataclasses.fields(Summary)
-    if field.name not in ("folder", "params", "metrics", "tags")
-]
+_COLUMNS = [name for name in Summary._fields if name not in ("path", "details")]
 
 _WORDS = {"true": True, "false": False, "none": None}
 _NUMBER = re.compile(r"-?(\d+(\.\d*)?(e[-+]?\d+)?|inf|nan)")

@@ -65,11 +65,12 @@ def read_store(runs: Path) -> StoreRows:
     return StoreRows(f"sqlite:///{database}", found, made)
 
 
-def is_deleted(folder: RunFolder, run_id: str | None, store: StoreRows) -> bool:
-    """Return whether this run itself is deleted; its parent may be."""
+def is_deleted(path: str | Path, run_id: str | None, store: StoreRows) -> bool:
+    """Return whether the run of a folder itself is deleted; its parent may be."""
     in_mlflow = store.runs.get(run_id or "")
     if in_mlflow is not None:
         return in_mlflow.deleted
+    folder = RunFolder(Path(path))
     return folder.deleted.exists() or _was_collected(folder, run_id, store)
 
 
@@ -82,7 +83,7 @@ def is_hidden(folder: RunFolder) -> bool:
         while True:
             identity = one.identity
             state = delivery_state.load(delivery_state.path_of(one, 0))
-            if is_deleted(one, state.run_id or identity.mlflow_run_id, store):
+            if is_deleted(one.path, state.run_id or identity.mlflow_run_id, store):
                 return True
             if identity.parent is None:
                 return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import os
@@ -42,11 +41,12 @@ class Details(NamedTuple):
     """The user's tags."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Summary:
+class Summary(NamedTuple):
     """A run as a list has it."""
 
-    folder: RunFolder
+    path: str
+    """Its folder. A list of thousands of runs needs few of them as a `RunFolder`."""
+    details: Callable[[], Details]
     name: str
     experiment: str
     # FINISHED, FAILED, KILLED, STARTING, RUNNING, or DIED if the writer is gone without an end.
@@ -66,11 +66,15 @@ class Summary:
     mlflow_run_id: str | None
     # The digest of the training data: the same for the same data.
     data: str | None
-    details: Callable[[], Details] = dataclasses.field(repr=False, compare=False)
     mlflow_name: str | None = None
     """Its name in the embedded store, which a user may change. `lookup.listed` looks it up."""
     bytes: int = 0
     """The size of its folder; in `lookup.listed` with those of its children."""
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run's folder."""
+        return RunFolder(Path(self.path))
 
     @property
     def shown_name(self) -> str:
@@ -101,61 +105,55 @@ class Summary:
 
     def fields(self) -> dict[str, Any]:
         """Return everything but the folder as plain values."""
-        return {**self._head(), **self.details()._asdict()}
+        head = dict(zip(self._fields[2:], self.to_row(), strict=True))
+        return {**head, **self.details()._asdict()}
 
-    def to_line(self) -> str:
-        """Return one line for `from_line`."""
-        parts = self._head(), self.details()
-        return "\t".join(json.dumps(part, separators=(",", ":")) for part in parts)
-
-    def _head(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name in _KINDS}
+    def to_row(self) -> tuple[Any, ...]:
+        """Return everything but the folder and the details, for `from_row`."""
+        return self[2:]
 
 
-_KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("name", "experiment", "status", "reason", "goal"), (str,)),
-    **dict.fromkeys(("parent", "mlflow_name", "mlflow_run_id", "data"), (str, NoneType)),
-    **dict.fromkeys(("started", "seconds"), (int, float)),
-    **dict.fromkeys(("best", "samples_per_second"), (int, float, NoneType)),
-    "undelivered": (bool,),
-    "bytes": (int,),
-}
+# In the order of the fields from `name` on.
+_KINDS: tuple[tuple[type, ...], ...] = (
+    *[(str,)] * 4,
+    *[(int, float)] * 2,
+    (str,),
+    *[(int, float, NoneType)] * 2,
+    (bool,),
+    *[(str, NoneType)] * 4,
+    (int,),
+)
 _ENDS = get_args(Status)
 
 
-def from_line(line: str, folder: RunFolder) -> Summary | None:
-    """Return the summary of an ended run from its line, or None if the line is of no such run.
+def from_row(path: str, details: Callable[[], Details], row: Sequence[Any]) -> Summary | None:
+    """Return the summary of an ended run from `Summary.to_row`, or None if it is no such row.
 
-    The line may be torn, of another version, or somebody else's. The details are decoded when they
-    are needed. If they are damaged, they are read from the run's folder.
+    The row may be of another version, or somebody else's.
     """
-    head, _, details = line.partition("\t")
-    try:
-        fields = json.loads(head)
-        kinds = tuple(fields), tuple(map(type, fields.values()))
-    except (ValueError, AttributeError, RecursionError):
+    if not _are_kinds(tuple(map(type, row))):
         return None
-    if not (_are_kinds(*kinds) and fields["status"] in _ENDS):
-        return None
-    return Summary(folder, details=functools.cache(lambda: _details(details, folder)), **fields)
+    run = Summary._make((path, details, *row))
+    return run if run.ended else None
 
 
 # Few combinations occur, and each takes longer to check than to look up.
 @functools.lru_cache(64)
-def _are_kinds(names: tuple[str, ...], types: tuple[type, ...]) -> bool:
-    pairs = zip(names, types, strict=True)
-    return set(names) == _KINDS.keys() and all(one in _KINDS[name] for name, one in pairs)
+def _are_kinds(found: tuple[type, ...]) -> bool:
+    pairs = zip(found, _KINDS, strict=False)
+    return len(found) == len(_KINDS) and all(one in kinds for one, kinds in pairs)
 
 
-def _details(text: str, folder: RunFolder) -> Details:
+def details_from_line(line: str) -> Details | None:
+    """Return the details from their line, or None if the line is damaged."""
     try:
-        params, metrics, tags = json.loads(text)
+        params, metrics, tags = json.loads(line)
         types = set(map(type, (*params.values(), *tags.values())))
         if types <= {str} and set(map(type, metrics.values())) <= {int, float}:
             return Details(params_with_new_names(params), metrics, tags)
     except (ValueError, TypeError, AttributeError, RecursionError):
         pass
-    return read_summary(folder).details()
+    return None
 
 
 def read_summary(folder: RunFolder) -> Summary:
@@ -173,7 +171,8 @@ def read_summary(folder: RunFolder) -> Summary:
     delivery = delivery_state.load(delivery_state.path_of(folder, 0))
     offsets = {folder.events.name: 0, **delivery.cursor.offsets}
     return Summary(
-        folder=folder,
+        path=str(folder.path),
+        details=lambda: details,
         name=identity.name,
         experiment=identity.experiment,
         status=ended.status if ended else _status_without_end(folder),
@@ -190,7 +189,6 @@ def read_summary(folder: RunFolder) -> Summary:
         parent=identity.parent,
         mlflow_run_id=delivery.run_id or identity.mlflow_run_id,
         data=started.environment.get(_TRAINING_DATA) if started else None,
-        details=lambda: details,
         bytes=removal.size([folder.path]),
     )
 

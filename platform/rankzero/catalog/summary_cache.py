@@ -1,0 +1,134 @@
+"""Summaries of ended runs, kept from one list to the next in two files, a line for each run.
+
+    runs/.summaries.jsonl    the folder's name, the times of its files, and what a list shows
+    runs/.details.jsonl      name and times again, and params, metrics and tags
+
+Few lists need the second file, which is five times as large. Both may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rankzero.catalog import summary
+from rankzero.catalog.summary import Details, Summary
+from rankzero.run_store import symlinks
+from rankzero.run_store.folder import EVENTS, RunFolder
+
+HEADS, DETAILS = ".summaries.jsonl", ".details.jsonl"
+# File systems count time in ticks. Two changes further apart than this have different times.
+_SETTLED_NANOSECONDS = 2_000_000_000
+# Outdated lines before the files are deleted.
+SPARE_LINES = 1000
+
+
+class SummaryCache:
+    """The summaries that earlier lists have kept."""
+
+    def __init__(self, runs: Path) -> None:
+        self._runs, self._new = runs, list[tuple[str, str]]()
+        lines = _lines(runs / HEADS)
+        self._count = len(lines)
+        self._heads = {name: (signature, row) for name, signature, *row in _rows(lines)}
+        self._details: dict[str, tuple[str, str]] | None = None
+
+    def find(self, name: str, path: str, signature: str) -> Summary | None:
+        """Return the summary of a folder, unless the folder has another `signature` now."""
+        kept, row = self._heads.get(name, ("", ()))
+        if kept != signature or not kept:
+            return None
+        return summary.from_row(path, _KeptDetails(self, name, path, signature), row)
+
+    def keep(self, run: Summary, name: str, signature: str) -> None:
+        """Have `save` write a summary, if the run has ended and has not changed just now."""
+        if run.ended and _is_settled(signature):
+            head = json.dumps((name, signature, *run.to_row()), separators=(",", ":"))
+            details = json.dumps(run.details(), separators=(",", ":"))
+            self._new.append((head, f"{json.dumps(name)}\t{signature}\t{details}"))
+
+    def save(self, runs: int, spare_lines: int = SPARE_LINES) -> None:
+        """Add what is new to the files. Delete them if most of their lines are outdated."""
+        # A read-only or full disk costs the next list some time.
+        with contextlib.suppress(OSError):
+            if self._count > runs + spare_lines:
+                for name in (HEADS, DETAILS):
+                    (self._runs / name).unlink(missing_ok=True)
+            elif self._new:
+                # The details first: without them, those of a head would be read from the run.
+                for name, part in ((DETAILS, 1), (HEADS, 0)):
+                    text = "".join(f"{one[part]}\n" for one in self._new)
+                    with open(self._runs / name, "ab", opener=symlinks.no_follow) as file:
+                        file.write(text.encode())
+
+    def details(self, name: str, signature: str) -> Details | None:
+        """Return the kept details of a folder with this `signature`."""
+        if self._details is None:
+            parts = (line.split("\t") for line in _lines(self._runs / DETAILS))
+            # A line may be torn or of another version.
+            self._details = {one[0]: (one[1], one[2]) for one in parts if len(one) == 3}
+        kept, text = self._details.get(json.dumps(name), ("", ""))
+        return summary.details_from_line(text) if kept == signature else None
+
+
+class _KeptDetails:
+    """Finds a run's details when they are needed, and once. Damaged ones are read from the run."""
+
+    __slots__ = ("_cache", "_found", "_name", "_path", "_signature")
+
+    def __init__(self, cache: SummaryCache, name: str, path: str, signature: str) -> None:
+        self._cache, self._name, self._path, self._signature = cache, name, path, signature
+        self._found: Details | None = None
+
+    def __call__(self) -> Details:
+        if self._found is None:
+            found = self._cache.details(self._name, self._signature)
+            self._found = found or summary.read_summary(RunFolder(Path(self._path))).details()
+        return self._found
+
+
+def signature(folder: str) -> str:
+    """Return a text that changes whenever the run's summary would; nothing without a journal.
+
+    Every file of the folder but the journal is replaced, which changes the folder's time.
+    """
+    # Thousands of them: `Path` would take twice the time.
+    try:
+        events = os.stat(f"{folder}/{EVENTS}")  # noqa: PTH116
+        return f"{os.stat(folder).st_mtime_ns} {events.st_mtime_ns} {events.st_size}"  # noqa: PTH116
+    except OSError:
+        return ""
+
+
+def _is_settled(signature: str) -> bool:
+    now = time.time_ns()
+    return bool(signature) and all(
+        now - int(one) > _SETTLED_NANOSECONDS for one in signature.split()[:2]
+    )
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").split("\n")[:-1]
+    except (OSError, ValueError):
+        return []
+
+
+def _rows(lines: list[str]) -> Iterator[list[Any]]:
+    """Yield the lines that are rows with a name and times first. A line may be torn."""
+    try:
+        # In one piece it takes two thirds of the time.
+        found = json.loads(f"[{','.join(lines)}]")
+    except (ValueError, RecursionError):
+        found = []
+        for line in lines:
+            with contextlib.suppress(ValueError, RecursionError):
+                found.append(json.loads(line))
+    for row in found:
+        if isinstance(row, list) and len(row) > 1 and isinstance(row[0], str):
+            yield row
