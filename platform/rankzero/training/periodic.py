@@ -74,6 +74,7 @@ class PeriodicActions:
 
         `stop_code`: what the ranks agreed on in their last report.
         """
+        self._prepare_checkpoints()
         state, is_best = self._state, False
         metrics: dict[str, float] = {}
         # The newest checkpoint marks the evaluation as pending, so a new one must replace it.
@@ -136,6 +137,12 @@ class PeriodicActions:
         job.image_capture.forget()
         return metrics, is_best
 
+    def _prepare_checkpoints(self) -> None:
+        # Elsewhere the state is a collective.
+        is_whole = self._job.experiment.train.strategy in ("single", "dp", "ddp")
+        if self._checkpoints is not None and self._save_every and is_whole:
+            self._checkpoints.prepare(lambda: _whole_state(self._job, self._state))
+
     def _save(self, metrics: Mapping[str, float], is_best: bool) -> None:
         # Collective: every rank contributes its random state and its part of the model.
         content = state_dict(self._job, self._state)
@@ -158,12 +165,16 @@ def _compile_again(job: TrainingContext) -> None:
     job.expect_slow_step()
 
 
+def _whole_state(job: TrainingContext, state: State) -> dict[str, Any]:
+    average = {} if state.average is None else {"ema": state.average.state()}
+    return {**job.strategy.state(), **average}
+
+
 def state_dict(job: TrainingContext, state: State) -> dict[str, Any]:
     """Return on rank 0 all that a resume needs. Collective. `restore.apply` reads it."""
     scaler, randoms = job.precision.scaler, job.world.gather(rng.state(job.world.device))
     return {
-        **job.strategy.state(),
-        **({} if state.average is None else {"ema": state.average.state()}),
+        **_whole_state(job, state),
         "scaler": None if scaler is None else scaler.state_dict(),
         "randoms": randoms,
         "layout": strategies.layout(job.experiment.train.strategy, job.world.size),

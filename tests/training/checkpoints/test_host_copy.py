@@ -52,3 +52,25 @@ def test_numbers_of_numpy_and_of_subclasses_become_plain() -> None:
     assert type(group["eps"]) is float
     assert (group["betas"], group["weight_decay"], group["mode"]) == ((0.5, 0.999), 0.01, "min")
     assert loaded["min"] is True
+
+
+def test_prepared_buffers_are_those_of_the_copy() -> None:
+    copier, weights = host_copy.HostCopier(), torch.arange(5000.0)
+    state = {"model": {"w": weights, "b": torch.ones(3, dtype=torch.bfloat16), "n": weights[0]}}
+    copier.prepare(state, lambda: False)
+    prepared = {path: buffer.data_ptr() for path, buffer in copier._buffers.items()}
+    copied = copier.copy(state).wait()["model"]
+    assert len(prepared) == 3 and prepared["model", "w"] == copied["w"].data_ptr()
+    assert torch.equal(copied["w"], weights) and torch.equal(copied["b"], state["model"]["b"])
+    assert {path: buffer.data_ptr() for path, buffer in copier._buffers.items()} == prepared
+
+
+def test_preparation_ends_once_it_is_hurried() -> None:
+    copier, state = (
+        host_copy.HostCopier(),
+        {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)},
+    )
+    asked = iter([False, True, True])
+    copier.prepare(state, lambda: next(asked))
+    assert list(copier._buffers) == [("a",)]
+    assert set(copier.copy(state).wait()) == {"a", "b", "c"}

@@ -150,3 +150,24 @@ def test_checkpoints_of_other_machines_and_of_people_are_not_logged_again(tmp_pa
     assert unlogged(tmp_path, downloaded, 1, GOAL) == []
     shutil.rmtree(tmp_path / "checkpoints/step_00000002")  # the best, which retention keeps
     assert unlogged(tmp_path, events, 1, GOAL) == []
+
+
+def test_a_first_copy_uses_what_was_prepared_once(tmp_path: Path) -> None:
+    asked, state = [], {"model": {"w": torch.ones(1 << 20)}, "odd": object()}
+
+    def content() -> dict[str, Any]:
+        asked.append(1)
+        return state
+
+    notices: list[str] = []
+    checkpoints = Checkpoints(tmp_path, 1, GOAL, notice=notices.append)
+    for _ in range(3):
+        checkpoints.prepare(content)
+    assert checkpoints._prepared is not None
+    checkpoints._prepared.result()
+    (prepared,) = checkpoints._copier._buffers.values()
+    checkpoints.save({"model": state["model"]}, 1, {}, False)
+    assert checkpoints._copier._buffers["model", "w"] is prepared and asked == [1]
+    (event,) = checkpoints.close()
+    assert torch.equal(restore.load(tmp_path / event.path)["model"]["w"], torch.ones(1 << 20))
+    assert notices == []

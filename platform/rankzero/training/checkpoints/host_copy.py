@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import io
 from collections.abc import Callable, Iterable, Sequence
@@ -58,15 +59,37 @@ class HostCopier:
         def copy_tensor(tensor: Tensor, path: tuple[Any, ...]) -> Tensor:
             source = tensor.detach()
             on_gpu = source.device.type == "cuda"
-            buffer = self._buffers.get(path)
-            if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-                buffer = torch.empty_like(source, device="cpu", pin_memory=on_gpu)
-                self._buffers[path] = buffer
             if on_gpu:
                 gpus.add(source.device)
-            return buffer.copy_(source, non_blocking=on_gpu)
+            return self._buffer(source, path).copy_(source, non_blocking=on_gpu)
 
         return PendingCopy(_map_tensors(state, copy_tensor, ()), record_events(gpus))
+
+    def prepare(self, state: Any, is_hurried: Callable[[], bool]) -> None:
+        """Make the host's buffers for states such as this one, and touch their memory.
+
+        Another thread may call it, but not during a `copy`. It ends early, after a buffer, once
+        `is_hurried` returns True. Reads no tensor's values.
+        """
+
+        def touch(tensor: Tensor, path: tuple[Any, ...]) -> Tensor:
+            # A GPU's buffers are left to `copy`: to pin memory in another thread would break a CUDA
+            # graph that the training captures meanwhile.
+            if not (tensor.is_cuda or is_hurried()):
+                buffer = self._buffer(tensor.detach(), path)
+                # Without Python's lock, and without PyTorch's threads, which the training needs.
+                ctypes.memset(buffer.data_ptr(), 0, buffer.nbytes)
+            return tensor
+
+        _map_tensors(state, touch, ())
+
+    def _buffer(self, source: Tensor, path: tuple[Any, ...]) -> Tensor:
+        buffer = self._buffers.get(path)
+        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
+            pinned = source.device.type == "cuda"
+            buffer = torch.empty_like(source, device="cpu", pin_memory=pinned)
+            self._buffers[path] = buffer
+        return buffer
 
 
 def record_events(gpus: Iterable[torch.device]) -> list[torch.cuda.Event]:

@@ -6,6 +6,7 @@ would be resumed behind steps that nobody has logged.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -57,12 +58,27 @@ class Checkpoints:
         self._copier = HostCopier()
         self._writer = ThreadPoolExecutor(1, "checkpoint", _lower_priority)
         self._pending: Future[list[Event]] | None = None
+        self._prepared: Future[None] | None = None
+        self._is_hurried = threading.Event()
         self._error: Exception | None = None
         self.blocked_seconds = 0.0
         self._problems: list[str] = []
         self._cannot_delete = False
         self._intact: dict[Path, bool] = {}
         checkpoint_files.remove_leftovers(self._folder)
+
+    def prepare(self, state: Callable[[], Mapping[str, Any]]) -> None:
+        """Have the thread make memory ready for the first copy, at the first call.
+
+        A page fault for every 4 KiB would else be a part of the first `save`.
+        """
+        if self._prepared is None:
+            self._prepared = self._writer.submit(self._prepare, dict(state()))
+
+    def _prepare(self, state: dict[str, Any]) -> None:
+        # `save` shows the errors.
+        with contextlib.suppress(Exception):
+            self._copier.prepare(state, self._is_hurried.is_set)
 
     def save(
         self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float], best: bool
@@ -73,6 +89,9 @@ class Checkpoints:
         """
         start = time.perf_counter()
         events = self.finish()
+        if self._prepared is not None:
+            self._is_hurried.set()
+            self._prepared.result()
         self._flush_journal()
         self._error = None
         try:
