@@ -77,3 +77,10 @@ def test_couriers_that_send_at_once_do_not_lock_each_other_out(address: str) -> 
     for thread in threads:
         thread.join()
     assert sorted(answered) == [*range(COURIERS)] and time.monotonic() - began < SECONDS
+
+
+def test_other_classes_of_pools_get_no_sizes() -> None:
+    """SQLAlchemy would refuse them, and MLflow's server would not start."""
+    chosen = {"MLFLOW_SQLALCHEMYSTORE_POOLCLASS": "NullPool"}
+    assert not [name for name in server.environment(chosen) if name.endswith(("SIZE", "OVERFLOW"))]
+    assert [name for name in server.environment({}) if name.endswith(("SIZE", "OVERFLOW"))]

@@ -28,9 +28,9 @@ LOOPBACK = "127.0.0.1"
 _ANYWHERE = ("0.0.0.0", "::")  # noqa: S104 - the server listens there only if a user says so
 _USERS, _SETTINGS, _SERVING = "auth.db", "auth.ini", ".ui.lock"
 _USER, PASSWORD = "MLFLOW_AUTH_ADMIN_USERNAME", "MLFLOW_AUTH_ADMIN_PASSWORD"
-_FIXED = {
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+_FIXED = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+_POOL_CLASS = "MLFLOW_SQLALCHEMYSTORE_POOLCLASS"
+_POOL = {
     # MLflow works on 40 requests at once, and log-batch holds one connection while it waits for
     # another. With its default of 15 in all, 15 requests lock the server for 30 seconds.
     "MLFLOW_SQLALCHEMYSTORE_POOL_SIZE": "10",
@@ -115,7 +115,8 @@ def command(root: Path, access: Access) -> list[str]:
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for `command`: no telemetry, no job processes, enough connections."""
-    return {**_FIXED, **environ}
+    # Other classes of pools have no sizes, and MLflow would not start.
+    return {**_FIXED, **({} if environ.get(_POOL_CLASS) else _POOL), **environ}
 
 
 def with_users(root: Path, environ: Mapping[str, str]) -> tuple[dict[str, str], str]:

@@ -21,7 +21,7 @@ from support.runs import make_folder
 from support.stores import Server
 from torture.proxy import UPLOADS, Proxy
 
-TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
+TIMEOUT, RETRIES = "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 
 
 @pytest.mark.parametrize(
@@ -79,12 +79,14 @@ def test_a_server_that_is_slow_gets_more_time_and_then_less_again(
     def ask(seconds: float, error: Exception | None = None) -> None:
         with contextlib.suppress(OSError), overload.patience():
             limits.append(os.environ[TIMEOUT])
+            assert os.environ[RETRIES] == ("1" if len(limits) < 3 else "0")
             time.sleep(seconds)
             if error is not None:
                 raise error
 
     ask(0.0, ConnectionRefusedError())
-    ask(1.0, TimeoutError())
+    ask(1.0)  # MLflow's second try was answered.
+    assert os.environ[RETRIES] == "1"
     ask(2.0, TimeoutError())
     ask(1.1)
     for _ in range(3):

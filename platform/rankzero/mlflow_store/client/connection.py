@@ -19,8 +19,8 @@ from rankzero.mlflow_store.uris import artifact_root, make_tables, prepare_store
 
 # Timeouts of a request with a file. A server may store all of it before it answers.
 MIN_FILE_SECONDS, MAX_FILE_SECONDS = 30, 600
-# The longest wait for an answer to metrics.
-_MAX_SECONDS = 80
+# The longest wait for an answer. A courier that gives up takes as long, and a minute.
+_MAX_SECONDS = 40
 # A slow server's speed.
 STORED_BYTES_PER_SECOND = 2 << 20
 
@@ -44,7 +44,8 @@ class Overload:
     """Waits longer for each next answer of a server that did not answer in time.
 
     A server still works on a request that timed out. With a fixed limit, many couriers would
-    send a slow server the same batches again and again.
+    send a slow server the same batches again and again. So would MLflow's own second try, which
+    is for connections that break.
     """
 
     def __init__(self) -> None:
@@ -52,29 +53,27 @@ class Overload:
 
     @contextlib.contextmanager
     def patience(self) -> Iterator[None]:
-        """Make one request in the block. Not for several threads at once."""
-        began = time.monotonic()
-        with mlflow_compat.request_timeout(self._seconds) as limit:
+        """Make requests in the block. Not for several threads at once."""
+        began, is_slow = time.monotonic(), self._seconds > 0
+        with mlflow_compat.request_timeout(self._seconds, once=is_slow) as limit:
             try:
                 yield
-            except Exception:
-                if time.monotonic() - began >= limit:
+            finally:
+                took = time.monotonic() - began
+                # Also if MLflow's second try was answered.
+                if took >= limit:
                     self._seconds = min(2 * limit, _MAX_SECONDS)
-                raise
-        if time.monotonic() - began < limit / 4:
-            self._seconds = limit // 2
+                elif is_slow and took < limit / 4:
+                    self._seconds //= 2
 
 
-def log_points(
-    client: MlflowClient, run_id: str, points: Sequence[MetricPoint], overload: Overload
-) -> None:
+def log_points(client: MlflowClient, run_id: str, points: Sequence[MetricPoint]) -> None:
     """Send the points, at most a thousand at a time. Sending one again changes nothing."""
     for chunk in chunks(points, limits.METRICS_PER_BATCH):
         metrics = [
             Metric(p.key, p.value, p.milliseconds, p.step, model_id=p.model_id) for p in chunk
         ]
-        with overload.patience():
-            client.log_batch(run_id, metrics=metrics, synchronous=True)
+        client.log_batch(run_id, metrics=metrics, synchronous=True)
 
 
 def chunks(items: Sequence[Any], size: int) -> Iterator[list[Any]]:

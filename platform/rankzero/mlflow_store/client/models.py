@@ -12,7 +12,7 @@ from mlflow.exceptions import MlflowException
 from rankzero.events import CheckpointSaved
 from rankzero.mlflow_store.client import mlflow_compat
 from rankzero.mlflow_store.client.artifact_locations import ArtifactLocations, names
-from rankzero.mlflow_store.client.connection import Overload, log_points
+from rankzero.mlflow_store.client.connection import log_points
 from rankzero.mlflow_store.client.records import RemoteCheckpoint, RunRecord
 from rankzero.mlflow_store.items import MetricPoint
 from rankzero.mlflow_store.uris import TrackingError
@@ -189,7 +189,7 @@ class MlflowModels:
         if names(folder) != files:
             self.delete_checkpoint(model.model_id)
             raise FileNotFoundError(folder)
-        log_points(self._client, run.run_id, points(model.model_id), Overload())
+        log_points(self._client, run.run_id, points(model.model_id))
         self._client.finalize_logged_model(model.model_id, "READY")
         return model
 

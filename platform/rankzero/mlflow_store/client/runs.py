@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import getpass
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 from mlflow.entities import Dataset, DatasetInput, InputTag, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
@@ -34,8 +36,23 @@ from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store.folder import Identity
 from rankzero.run_store.provenance import tags_for_mlflow
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 # Lengths that MLflow accepts.
 _DATASET_NAME, _DATASET_DIGEST, _DATASET_TAG = 500, 36, 500
+
+
+def _patient(
+    method: Callable[Concatenate[MlflowRuns, _P], _R],
+) -> Callable[Concatenate[MlflowRuns, _P], _R]:
+    """Let the method's requests wait for an overloaded server."""
+
+    @functools.wraps(method)
+    def call(self: MlflowRuns, *arguments: _P.args, **named: _P.kwargs) -> _R:
+        with self._overload.patience():
+            return method(self, *arguments, **named)
+
+    return call
 
 
 class MlflowRuns:
@@ -49,6 +66,7 @@ class MlflowRuns:
         self.models = MlflowModels(self._client, tracking_uri, self._locations)
         self.deletion = MlflowDeletion(self._client, tracking_uri, self._locations, self.models)
 
+    @_patient
     def open_run(self, identity: Identity, start_seconds: float) -> RunRecord:
         """Return the identity's run, created if need be; each call returns the same run."""
         found = self.find_open_run(identity)
@@ -81,6 +99,7 @@ class MlflowRuns:
         others = f"{named} and tags.`rankzero.uuid` != '{identity.uuid}'"
         return self._newest([experiment.experiment_id], others)
 
+    @_patient
     def start_attempt(self, run_id: str, event: RunStarted) -> None:
         """Set the run to RUNNING and log its params and tags."""
         tags = {**tags_for_mlflow(event.environment), "rankzero.attempt": str(event.attempt)}
@@ -90,6 +109,7 @@ class MlflowRuns:
         if run.info.status != "RUNNING":
             self._client.update_run(run_id, status="RUNNING")
 
+    @_patient
     def log_params(
         self, run_id: str, params: Mapping[str, str], tags: Mapping[str, str] | None = None
     ) -> Run:
@@ -102,14 +122,17 @@ class MlflowRuns:
         self.set_tags(run_id, {**(tags or {}), **changed})
         return run
 
+    @_patient
     def log_data(self, run_id: str, event: DataDescribed) -> None:
         """Log a data set as the run's input. A second call changes nothing."""
         self._client.log_inputs(run_id, [_dataset_input(event)])
 
+    @_patient
     def log_metrics(self, run_id: str, points: Sequence[MetricPoint]) -> None:
         """Send the points. Sending one again changes nothing."""
-        log_points(self._client, run_id, points, self._overload)
+        log_points(self._client, run_id, points)
 
+    @_patient
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
         """Set the tags, with names and values that MLflow accepts."""
         legal_tags = [
@@ -123,6 +146,7 @@ class MlflowRuns:
         """Return the run's description as it is in MLflow; users may edit it, too."""
         return str(self._run(run_id).data.tags.get(DESCRIPTION, ""))
 
+    @_patient
     def close_run(self, run_id: str, event: RunEnded) -> None:
         """Set the run's status and end time. Raises TrackingError if it has another status then."""
         self._client.set_terminated(run_id, event.status, end_time=scalars.milliseconds(event.time))
