@@ -71,7 +71,7 @@ def test_killed_process_holds_no_lock(tmp_path: Path) -> None:
     assert time.monotonic() - began < 5 and study.facts["after"] == 1
 
 
-FOREIGN = (b"someone's notes", b"a line\nanother", b"SQLite format 3\0\1")
+FOREIGN = (b"someone's notes", b"hello\n", b"a line\nanother", b"SQLite format 3\0\1", b"\n\n")
 
 
 @pytest.mark.parametrize("content", FOREIGN)
@@ -91,3 +91,32 @@ def test_two_processes_share_a_journal(tmp_path: Path) -> None:
     assert numbers == [0, 1, 2, 3] and len(first.trials()) == len(second.trials()) == 4
     first.members.close()
     assert second.recover() == [0, 2] and second.abandoned == [0, 2]
+
+
+def test_damaged_last_line_is_refused_and_not_buried(tmp_path: Path) -> None:
+    path = tmp_path / "studies.log"
+    opened(path).note("first", 1)
+    before = path.read_bytes()
+    path.write_bytes(before + b"x" * 20 + b"\n")
+    with pytest.raises(Exception, match="is damaged"):
+        find_study(f"journal:///{path}", "s").note("second", 2)
+    assert path.read_bytes() == before + b"x" * 20 + b"\n"
+
+
+def test_locks_of_members_are_not_optunas(tmp_path: Path) -> None:
+    """Optuna would take a file with its lock's name for a killed process's, and remove it."""
+    opened(tmp_path / "studies.log")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"studies.log", "studies.log.members"}
+
+
+@pytest.mark.parametrize("url", ["journal:///", "journal://studies.log", "journal:studies.log"])
+def test_url_without_a_file_is_refused(url: str) -> None:
+    with pytest.raises(UserError, match="journal:////folder"):
+        open_study(url, "s", sampler="tpe", pruner="asha", seed=0)
+
+
+def test_reader_of_a_journal_that_is_not_there_creates_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no file"):
+        find_study(f"journal:///{tmp_path / 'mistyped.log'}", "s")
+    assert not [*tmp_path.iterdir()]

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
 SUFFIX = ".lock"
+# Optuna's own locks of a journal are called .lock.
+_JOURNALS_SUFFIX = ".members"
 JOURNAL = "journal:///"
 FLOCK = "hhqqi0q"  # struct flock of fcntl(2): type, from where, first byte, bytes, process
 _KEEP_SECONDS = 5.0
@@ -158,8 +160,13 @@ class ServerLocks:
 
 
 def journal_of(url: str) -> Path | None:
-    """Return the file of a journal, or None for a database."""
-    return Path(url.removeprefix(JOURNAL)).absolute() if url.startswith(JOURNAL) else None
+    """Return the file of a journal, or None for a database. Raises UserError without a file."""
+    if not url.startswith("journal:"):
+        return None
+    name = url.removeprefix(JOURNAL)
+    if name in ("", url):
+        raise UserError(f"{url} names no file: write journal:////folder/studies.log")
+    return Path(name).absolute()
 
 
 def open_locks(url: str) -> StoreLocks:
@@ -168,7 +175,7 @@ def open_locks(url: str) -> StoreLocks:
 
     journal = journal_of(url)
     if journal is not None:
-        return FileLocks(journal.with_name(journal.name + SUFFIX))
+        return FileLocks(journal.with_name(journal.name + _JOURNALS_SUFFIX))
     found = make_url(url)
     name = found.get_backend_name()
     if name == "sqlite" and found.database:

@@ -31,6 +31,7 @@ from rankzero.redaction.text import url_without_secrets
 from rankzero.search_ranges import Choice, Integer, LogUniform, Range, Uniform
 from rankzero.tuning.members import MEMBER, Members
 from rankzero.tuning.options import Pruner, Sampler
+from rankzero.tuning.store_locks import journal_of
 from rankzero.tuning.study_store import one_transaction, open_store
 from rankzero.tuning.trial import State, Trial, Trials
 
@@ -212,6 +213,9 @@ def open_study(storage: str, name: str, *, sampler: Sampler, pruner: Pruner, see
 
 def find_study(storage: str, name: str) -> Study:
     """Open a study to read it. Raises UserError, with the names of the studies that exist."""
+    journal = journal_of(storage)
+    if journal is not None and not journal.exists():
+        raise UserError(f"there is no file {journal}")  # Optuna would create it.
     with open_store(storage) as store:
         names = optuna.get_all_study_names(store)
         if name not in names:
@@ -231,9 +235,7 @@ def delete_study(storage: str, name: str) -> None:
     with open_store(storage) as store:
         if name not in optuna.get_all_study_names(store):
             return
-        study = Study(
-            optuna.load_study(study_name=name, storage=store), store, storage, "random", 0
-        )
+        study = _loaded(store, storage, name)
         known = [key.removeprefix(MEMBER) for key in study.facts if key.startswith(MEMBER)]
         with contextlib.closing(study.members) as members:
             if any(map(members.is_alive, known)):
