@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import sqlite3
 import time
 from pathlib import Path
@@ -164,6 +165,33 @@ def test_torn_lines_of_the_cache_cost_no_others(tmp_path: Path) -> None:
     (tmp_path / "runs" / summary_cache.DETAILS).write_text(f'"torn\t1\n{changed}\n"torn')
     (found,) = lookup.listed(tmp_path / "runs")
     assert found.reason == "cached" and found.params["lr"] == "2"
+
+
+@pytest.mark.parametrize("lost", [summary_cache.DETAILS, summary_cache.HEADS])
+def test_one_file_of_the_cache_that_is_lost_is_made_again(lost: str, tmp_path: Path) -> None:
+    before, _, _ = cached(tmp_path)
+    (tmp_path / "runs" / lost).unlink()
+    for _ in range(3):
+        (found,) = lookup.listed(tmp_path / "runs")
+        assert plain([found]) == plain([before])
+    files = [tmp_path / "runs" / name for name in (summary_cache.HEADS, summary_cache.DETAILS)]
+    assert len(files[0].read_text().splitlines()) == 1 and files[1].exists()
+    (found,) = lookup.listed(tmp_path / "runs")
+    shutil.move(found.path, tmp_path / "moved")
+    assert found.params["lr"] == "1"
+
+
+def test_cache_of_an_earlier_version_is_removed_and_odd_bytes_cost_one_line(tmp_path: Path) -> None:
+    old = tmp_path / "runs" / ".summaries.jsonl"
+    old.parent.mkdir()
+    old.write_text("größe\t1 1 1\t{}\t[]\n")
+    cached(tmp_path)
+    assert not old.exists()
+    heads = tmp_path / "runs" / summary_cache.HEADS
+    line = heads.read_bytes()
+    heads.write_bytes("größe\n".encode() + line)
+    lookup.listed(tmp_path / "runs")
+    assert heads.read_bytes() == "größe\n".encode() + line, "it was read again"
 
 
 def plain(runs: list[Summary]) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Summaries of ended runs, kept from one list to the next in two files, a line for each run.
 
-    runs/.summaries.jsonl    the folder's name, the times of its files, and what a list shows
-    runs/.details.jsonl      name and times again, and params, metrics and tags
+    runs/.summary-heads.jsonl      the folder's name, the times of its files, and what a list shows
+    runs/.summary-details.jsonl    name and times again, and params, metrics and tags
 
 Few lists need the second file, which is five times as large. Both may be deleted at any time.
 """
@@ -20,8 +20,10 @@ from rankzero.catalog import summary
 from rankzero.catalog.summary import Details, Summary
 from rankzero.run_store import symlinks
 from rankzero.run_store.folder import EVENTS, RunFolder
+from rankzero.run_store.names import InvalidRunFolder
 
-HEADS, DETAILS = ".summaries.jsonl", ".details.jsonl"
+HEADS, DETAILS = ".summary-heads.jsonl", ".summary-details.jsonl"
+_OF_EARLIER_VERSIONS = ".summaries.jsonl"
 # File systems count time in ticks. Two changes further apart than this have different times.
 _SETTLED_NANOSECONDS = 2_000_000_000
 # Outdated lines before the files are deleted.
@@ -37,6 +39,7 @@ class SummaryCache:
         self._count = len(lines)
         self._heads = {name: (signature, row) for name, signature, *row in _rows(lines)}
         self._details: dict[str, tuple[str, str]] | None = None
+        self._is_damaged = False
 
     def find(self, name: str, path: str, signature: str) -> Summary | None:
         """Return the summary of a folder, unless the folder has another `signature` now."""
@@ -56,24 +59,40 @@ class SummaryCache:
         """Add what is new to the files. Delete them if most of their lines are outdated."""
         # A read-only or full disk costs the next list some time.
         with contextlib.suppress(OSError):
+            (self._runs / _OF_EARLIER_VERSIONS).unlink(missing_ok=True)
             if self._count > runs + spare_lines:
-                for name in (HEADS, DETAILS):
-                    (self._runs / name).unlink(missing_ok=True)
+                self._load_details()  # This list may still need them.
+                self._delete()
             elif self._new:
-                # The details first: without them, those of a head would be read from the run.
+                # The details first, because `details` takes a head without them for damage.
                 for name, part in ((DETAILS, 1), (HEADS, 0)):
                     text = "".join(f"{one[part]}\n" for one in self._new)
                     with open(self._runs / name, "ab", opener=symlinks.no_follow) as file:
                         file.write(text.encode())
 
     def details(self, name: str, signature: str) -> Details | None:
-        """Return the kept details of a folder with this `signature`."""
+        """Return the kept details of a folder with this `signature`.
+
+        Without them, deletes the files, so that the next list writes them again.
+        """
+        kept, text = self._load_details().get(json.dumps(name), ("", ""))
+        found = summary.details_from_line(text) if kept == signature else None
+        if found is None and not self._is_damaged:
+            self._is_damaged = True
+            with contextlib.suppress(OSError):
+                self._delete()
+        return found
+
+    def _load_details(self) -> dict[str, tuple[str, str]]:
         if self._details is None:
             parts = (line.split("\t") for line in _lines(self._runs / DETAILS))
-            # A line may be torn or of another version.
+            # A line may be torn.
             self._details = {one[0]: (one[1], one[2]) for one in parts if len(one) == 3}
-        kept, text = self._details.get(json.dumps(name), ("", ""))
-        return summary.details_from_line(text) if kept == signature else None
+        return self._details
+
+    def _delete(self) -> None:
+        for name in (HEADS, DETAILS):
+            (self._runs / name).unlink(missing_ok=True)
 
 
 class _KeptDetails:
@@ -87,9 +106,14 @@ class _KeptDetails:
 
     def __call__(self) -> Details:
         if self._found is None:
-            found = self._cache.details(self._name, self._signature)
-            self._found = found or summary.read_summary(RunFolder(Path(self._path))).details()
+            self._found = self._cache.details(self._name, self._signature) or self._read()
         return self._found
+
+    def _read(self) -> Details:
+        try:
+            return summary.read_summary(RunFolder(Path(self._path))).details()
+        except InvalidRunFolder:  # It was deleted meanwhile.
+            return Details({}, {}, {})
 
 
 def signature(folder: str) -> str:
@@ -114,8 +138,9 @@ def _is_settled(signature: str) -> bool:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="ascii").split("\n")[:-1]
-    except (OSError, ValueError):
+        # JSON escapes other characters. One that a disk damaged spoils its own line only.
+        return path.read_text(encoding="ascii", errors="replace").split("\n")[:-1]
+    except OSError:
         return []
 
 
