@@ -60,7 +60,8 @@ def main() -> None:
     ours, theirs, quiet, busy = [], [], [], []
     with tempfile.TemporaryDirectory(dir=".") as temporary:
         checkpoints = Checkpoints(Path(temporary), 1, Goal())
-        checkpoints.prepare(lambda: state)
+        momenta = [one["momentum_buffer"] for one in optimizer.state.values()]
+        checkpoints.prepare(lambda: [*model.parameters(), *momenta])
         steps(model, optimizer, batch)
         for number in range(rounds + 1):
             ours.append(timed(lambda step=number: checkpoints.save(state, step + 1, {}, False)))

@@ -150,9 +150,8 @@ def tracked(case: Case, steps: int, folder: Path) -> Turn:
 
 def compare(label: str, case: Case, blocks: int, seconds: float, folder: Path) -> dict[str, Any]:
     """Return the ratios of the tracked command to the bare one, and all readings."""
-    # A warm-up, which also shows how many steps take that long.
-    steps = max(200, round(bare(case, 300, folder).steady * seconds))
-    tracked(case, steps // 4, folder)
+    steps = _steps_in(seconds, case, folder)
+    tracked(case, steps // 4, folder)  # a warm-up
     turns: dict[str, list[Turn]] = {"tracked": [], "bare": []}
     for _ in range(blocks):
         for who in ("bare", "tracked", "tracked", "bare"):
@@ -174,6 +173,14 @@ def compare(label: str, case: Case, blocks: int, seconds: float, folder: Path) -
         costs[name] = {"tracked": ours, "bare": theirs}
         print(f"    {name} a step of rank 0: {ours:.1f}, bare {theirs:.1f}", flush=True)
     return {"case": case._asdict(), "steps": steps, "ratio": ratio, "costs": costs, "turns": turns}
+
+
+def _steps_in(seconds: float, case: Case, folder: Path) -> int:
+    """Return how many steps the hand-written loop does in so many seconds, after a warm-up."""
+    for steps in (300, 3000, 30_000):
+        with contextlib.suppress(ValueError):
+            return max(200, round(bare(case, steps, folder).steady * seconds))
+    raise ValueError("a step takes less than 50 microseconds: train longer")
 
 
 def main() -> None:

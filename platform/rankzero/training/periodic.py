@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rankzero.events import Evaluated, Event, Noticed
 from rankzero.training import improvement, rng, strategies
@@ -21,6 +22,7 @@ from rankzero.training.data import stream
 from rankzero.training.evaluation import evaluate_goal
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.metrics.throughput import RunTotals
+from rankzero.training.optimization.joint_optimizer import parts_of
 from rankzero.training.stop import EvaluationInterrupted, StopCode, StopRequest
 
 
@@ -138,10 +140,20 @@ class PeriodicActions:
         return metrics, is_best
 
     def _prepare_checkpoints(self) -> None:
-        # Elsewhere the state is a collective.
+        # Elsewhere rank 0's own tensors are not those of the checkpoint.
         is_whole = self._job.experiment.train.strategy in ("single", "dp", "ddp")
         if self._checkpoints is not None and self._save_every and is_whole:
-            self._checkpoints.prepare(lambda: _whole_state(self._job, self._state))
+            self._checkpoints.prepare(self._tensors)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """Yield tensors of a checkpoint's shapes. Neither a collective nor a copy."""
+        state, optimizer = self._state, self._job.strategy.optimizer
+        weights = [*state.model.parameters(), *state.model.buffers()]
+        yield from weights
+        yield from () if state.average is None else weights
+        for part in parts_of(optimizer):
+            found = [one for one in part.state.values() if isinstance(one, dict)]
+            yield from (one for each in found for one in each.values() if isinstance(one, Tensor))
 
     def _save(self, metrics: Mapping[str, float], is_best: bool) -> None:
         # Collective: every rank contributes its random state and its part of the model.
@@ -165,16 +177,12 @@ def _compile_again(job: TrainingContext) -> None:
     job.expect_slow_step()
 
 
-def _whole_state(job: TrainingContext, state: State) -> dict[str, Any]:
-    average = {} if state.average is None else {"ema": state.average.state()}
-    return {**job.strategy.state(), **average}
-
-
 def state_dict(job: TrainingContext, state: State) -> dict[str, Any]:
     """Return on rank 0 all that a resume needs. Collective. `restore.apply` reads it."""
     scaler, randoms = job.precision.scaler, job.world.gather(rng.state(job.world.device))
     return {
-        **_whole_state(job, state),
+        **job.strategy.state(),
+        **({} if state.average is None else {"ema": state.average.state()}),
         "scaler": None if scaler is None else scaler.state_dict(),
         "randoms": randoms,
         "layout": strategies.layout(job.experiment.train.strategy, job.world.size),

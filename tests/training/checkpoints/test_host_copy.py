@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rankzero.training.checkpoints import host_copy
+from rankzero.training.checkpoints.host_copy import kind_of
 
 
 def test_pending_copy_waits_for_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,21 +57,33 @@ def test_numbers_of_numpy_and_of_subclasses_become_plain() -> None:
 
 def test_prepared_buffers_are_those_of_the_copy() -> None:
     copier, weights = host_copy.HostCopier(), torch.arange(5000.0)
-    state = {"model": {"w": weights, "b": torch.ones(3, dtype=torch.bfloat16), "n": weights[0]}}
-    copier.prepare(state, lambda: False)
-    prepared = {path: buffer.data_ptr() for path, buffer in copier._buffers.items()}
-    copied = copier.copy(state).wait()["model"]
-    assert len(prepared) == 3 and prepared["model", "w"] == copied["w"].data_ptr()
-    assert torch.equal(copied["w"], weights) and torch.equal(copied["b"], state["model"]["b"])
-    assert {path: buffer.data_ptr() for path, buffer in copier._buffers.items()} == prepared
+    tensors = [weights, torch.ones(3, dtype=torch.bfloat16), torch.ones(4, 5), torch.ones(7)]
+    copier.prepare([found for one in tensors if (found := kind_of(one))], lambda: False)
+    prepared = {buffer.data_ptr() for each in copier._spare.values() for buffer in each}
+    state = {"a": weights, "b": tensors[1], "c": tensors[2].t(), "d": {"w": torch.zeros(5000)}}
+    copied = copier.copy(state).wait()
+    assert all(torch.equal(copied[key], state[key]) for key in "abc")
+    used = {buffer.data_ptr() for buffer in copier._buffers.values()}
+    # Neither is the transposed one contiguous, nor was a second buffer of the first shape made.
+    assert len(prepared) == 4 and len(used & prepared) == 2 and len(used) == 4
+    assert copied["c"].stride() == state["c"].stride() and not copier._spare
+
+
+def test_only_plain_tensors_of_the_host_have_prepared_buffers() -> None:
+    class Own(torch.Tensor):
+        pass
+
+    odd = torch.ones(3).as_subclass(Own), torch.ones(3).to_sparse(), torch.ones(2, 3).t()
+    odd = (*odd, torch.ones(1).expand(5), torch.ones(2, device="meta"))
+    assert [kind_of(one) for one in odd] == [None] * 5
+    assert kind_of(torch.nn.Parameter(torch.ones(2))) == (torch.Size([2]), torch.float32)
+    assert kind_of(torch.tensor(1)) == (torch.Size([]), torch.int64)
 
 
 def test_preparation_ends_once_it_is_hurried() -> None:
-    copier, state = (
-        host_copy.HostCopier(),
-        {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)},
-    )
-    asked = iter([False, True, True])
-    copier.prepare(state, lambda: next(asked))
-    assert list(copier._buffers) == [("a",)]
+    copier, asked = host_copy.HostCopier(), iter([False, True])
+    kind = torch.Size([2]), torch.float32
+    copier.prepare([kind] * 3, lambda: next(asked))
+    assert len(copier._spare[kind]) == 2
+    state = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}
     assert set(copier.copy(state).wait()) == {"a", "b", "c"}

@@ -153,21 +153,21 @@ def test_checkpoints_of_other_machines_and_of_people_are_not_logged_again(tmp_pa
 
 
 def test_a_first_copy_uses_what_was_prepared_once(tmp_path: Path) -> None:
-    asked, state = [], {"model": {"w": torch.ones(1 << 20)}, "odd": object()}
+    asked, weights = [], torch.ones(1 << 20)
 
-    def content() -> dict[str, Any]:
+    def tensors() -> list[torch.Tensor]:
         asked.append(1)
-        return state
+        return [weights]
 
     notices: list[str] = []
     checkpoints = Checkpoints(tmp_path, 1, GOAL, notice=notices.append)
     for _ in range(3):
-        checkpoints.prepare(content)
+        checkpoints.prepare(tensors)
     assert checkpoints._prepared is not None
     checkpoints._prepared.result()
-    (prepared,) = checkpoints._copier._buffers.values()
-    checkpoints.save({"model": state["model"]}, 1, {}, False)
+    ((prepared,),) = checkpoints._copier._spare.values()
+    checkpoints.save({"model": {"w": weights}}, 1, {}, False)
     assert checkpoints._copier._buffers["model", "w"] is prepared and asked == [1]
     (event,) = checkpoints.close()
-    assert torch.equal(restore.load(tmp_path / event.path)["model"]["w"], torch.ones(1 << 20))
+    assert torch.equal(restore.load(tmp_path / event.path)["model"]["w"], weights)
     assert notices == []

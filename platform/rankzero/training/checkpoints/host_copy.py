@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import dataclasses
 import io
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from rankzero.errors import UserError
 
+_Kind = tuple[torch.Size, torch.dtype]
+_PIECE_BYTES = 16 << 20
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 # A subclass, such as an enumeration, may have a `__str__` of its own.
 _CONVERSIONS: dict[type, Callable[[Any], Any]] = {
@@ -48,6 +51,7 @@ class HostCopier:
     def __init__(self) -> None:
         # Buffers are kept because fresh memory would cost a page fault for every 4 KiB.
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
+        self._spare: dict[_Kind, list[Tensor]] = collections.defaultdict(list)
 
     def copy(self, state: Any) -> PendingCopy:
         """Return `state` with every tensor copied. The copy is valid until the next call.
@@ -63,33 +67,49 @@ class HostCopier:
                 gpus.add(source.device)
             return self._buffer(source, path).copy_(source, non_blocking=on_gpu)
 
-        return PendingCopy(_map_tensors(state, copy_tensor, ()), record_events(gpus))
+        copied = _map_tensors(state, copy_tensor, ())
+        self._spare.clear()
+        return PendingCopy(copied, record_events(gpus))
 
-    def prepare(self, state: Any, is_hurried: Callable[[], bool]) -> None:
-        """Make the host's buffers for states such as this one, and touch their memory.
+    def prepare(self, kinds: Iterable[_Kind], is_hurried: Callable[[], bool]) -> None:
+        """Make contiguous buffers on the host for the first `copy`, and touch their memory.
 
-        Another thread may call it, but not during a `copy`. It ends early, after a buffer, once
-        `is_hurried` returns True. Reads no tensor's values.
+        Another thread may call it, but not during a `copy`. It ends early, after a piece, once
+        `is_hurried` returns True.
         """
-
-        def touch(tensor: Tensor, path: tuple[Any, ...]) -> Tensor:
-            # A GPU's buffers are left to `copy`: to pin memory in another thread would break a CUDA
-            # graph that the training captures meanwhile.
-            if not (tensor.is_cuda or is_hurried()):
-                buffer = self._buffer(tensor.detach(), path)
+        for kind in kinds:
+            shape, dtype = kind
+            buffer = torch.empty(shape, dtype=dtype)
+            self._spare[kind].append(buffer)
+            for start in range(0, buffer.nbytes, _PIECE_BYTES):
+                if is_hurried():
+                    return
+                size = min(_PIECE_BYTES, buffer.nbytes - start)
                 # Without Python's lock, and without PyTorch's threads, which the training needs.
-                ctypes.memset(buffer.data_ptr(), 0, buffer.nbytes)
-            return tensor
-
-        _map_tensors(state, touch, ())
+                ctypes.memset(buffer.data_ptr() + start, 0, size)
 
     def _buffer(self, source: Tensor, path: tuple[Any, ...]) -> Tensor:
         buffer = self._buffers.get(path)
         if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-            pinned = source.device.type == "cuda"
-            buffer = torch.empty_like(source, device="cpu", pin_memory=pinned)
+            pinned, kind = source.device.type == "cuda", kind_of(source)
+            if kind is not None and self._spare[kind]:
+                buffer = self._spare[kind].pop()
+            else:
+                buffer = torch.empty_like(source, device="cpu", pin_memory=pinned)
             self._buffers[path] = buffer
         return buffer
+
+
+def kind_of(tensor: Tensor) -> _Kind | None:
+    """Return shape and type of a contiguous tensor on the host, or None for any other.
+
+    A GPU's tensors need pinned memory. To pin it in another thread would break a CUDA graph that
+    the training captures meanwhile.
+    """
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
+    if not is_plain or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return None
+    return tensor.shape, tensor.dtype
 
 
 def record_events(gpus: Iterable[torch.device]) -> list[torch.cuda.Event]:

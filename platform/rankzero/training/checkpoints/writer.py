@@ -6,7 +6,6 @@ would be resumed behind steps that nobody has logged.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -16,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rankzero.errors import UserError
 from rankzero.events import CheckpointDeleted, CheckpointSaved, Event, RunStarted
 from rankzero.experiment import Goal
 from rankzero.run_store import checkpoint_files, disk
 from rankzero.run_store.checkpoint_files import Manifest
-from rankzero.training.checkpoints.host_copy import HostCopier, PendingCopy
+from rankzero.training.checkpoints.host_copy import HostCopier, PendingCopy, kind_of
 
 _RETRY_SECONDS = 0.5
 # In the messages of torch.save on a full disk.
@@ -67,18 +67,16 @@ class Checkpoints:
         self._intact: dict[Path, bool] = {}
         checkpoint_files.remove_leftovers(self._folder)
 
-    def prepare(self, state: Callable[[], Mapping[str, Any]]) -> None:
-        """Have the thread make memory ready for the first copy, at the first call.
+    def prepare(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
+        """Have the thread make memory ready for copies of these tensors, at the first call.
 
         A page fault for every 4 KiB would else be a part of the first `save`.
         """
         if self._prepared is None:
-            self._prepared = self._writer.submit(self._prepare, dict(state()))
-
-    def _prepare(self, state: dict[str, Any]) -> None:
-        # `save` shows the errors.
-        with contextlib.suppress(Exception):
-            self._copier.prepare(state, self._is_hurried.is_set)
+            kinds = [kind for kind in map(kind_of, tensors()) if kind is not None]
+            self._prepared = self._writer.submit(
+                self._copier.prepare, kinds, self._is_hurried.is_set
+            )
 
     def save(
         self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float], best: bool
@@ -91,7 +89,8 @@ class Checkpoints:
         events = self.finish()
         if self._prepared is not None:
             self._is_hurried.set()
-            self._prepared.result()
+            # Without memory for them, the copy fails, too, and says so.
+            self._prepared.exception()
         self._flush_journal()
         self._error = None
         try:
@@ -127,6 +126,7 @@ class Checkpoints:
 
         A write that failed is tried again for `patience_seconds`.
         """
+        self._is_hurried.set()
         events = self.finish()
         until = time.monotonic() + patience_seconds
         while _is_of_the_disk(self._error) and time.monotonic() < until:
