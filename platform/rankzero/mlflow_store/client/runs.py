@@ -48,7 +48,7 @@ def _patient(
     """Let the method's requests wait for an overloaded server."""
 
     @functools.wraps(method)
-    def call(self: MlflowRuns, *arguments: _P.args, **named: _P.kwargs) -> _R:
+    def call(self: MlflowRuns, /, *arguments: _P.args, **named: _P.kwargs) -> _R:
         with self._overload.patience():
             return method(self, *arguments, **named)
 
