@@ -38,7 +38,7 @@ screenshots: setup
 	RANKZERO_SCREENSHOTS=$(CURDIR)/.screenshots $(BIN)/pytest -m slow tests/cli/commands/test_ui.py
 	for image in docs/images/*.png; do cp .screenshots/$${image##*/} $$image; done
 
-# Real clusters on this machine, without a network: Debian's Slurm in namespaces, a team's store of PostgreSQL and moto's S3,
+# Real clusters on this machine; but for Ray's environment no network is needed: Debian's Slurm in namespaces, a team's store of PostgreSQL and moto's S3,
 # Ray's daemons. Needs root, slurmctld, slurmd, slurm-client, munge, iproute2. Most of the time they wait: make -j2 -O.
 test-cluster: test-with-slurm test-with-ray-cluster
 

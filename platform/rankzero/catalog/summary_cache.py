@@ -39,7 +39,6 @@ class SummaryCache:
         self._count = len(lines)
         self._heads = {name: (signature, row) for name, signature, *row in _rows(lines)}
         self._details: dict[str, tuple[str, str]] | None = None
-        self._is_damaged = False
 
     def find(self, name: str, path: str, signature: str) -> Summary | None:
         """Return the summary of a folder, unless the folder has another `signature` now."""
@@ -77,8 +76,7 @@ class SummaryCache:
         """
         kept, text = self._load_details().get(json.dumps(name), ("", ""))
         found = summary.details_from_line(text) if kept == signature else None
-        if found is None and not self._is_damaged:
-            self._is_damaged = True
+        if found is None:
             with contextlib.suppress(OSError):
                 self._delete()
         return found

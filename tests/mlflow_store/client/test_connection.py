@@ -14,7 +14,7 @@ from rankzero.mlflow_store.client.connection import (
     MAX_FILE_SECONDS,
     MIN_FILE_SECONDS,
     STORED_BYTES_PER_SECOND,
-    Overload,
+    AdaptiveTimeout,
     patience,
 )
 from support.runs import make_folder
@@ -74,10 +74,10 @@ def test_a_server_that_is_slow_gets_more_time_and_then_less_again(
 ) -> None:
     """A batch that timed out is stored all the same. Sent again at once, it is stored twice."""
     monkeypatch.setenv(TIMEOUT, "1")
-    overload, limits = Overload(), list[str]()
+    timeout, limits = AdaptiveTimeout(), list[str]()
 
     def ask(seconds: float, error: Exception | None = None) -> None:
-        with contextlib.suppress(OSError), overload.patience():
+        with contextlib.suppress(OSError), timeout.request():
             limits.append(os.environ[TIMEOUT])
             assert os.environ[RETRIES] == ("1" if len(limits) < 3 else "0")
             time.sleep(seconds)

@@ -40,7 +40,7 @@ def connect(tracking_uri: str) -> MlflowClient:
         return MlflowClient(tracking_uri=tracking_uri)
 
 
-class Overload:
+class AdaptiveTimeout:
     """Waits longer for each next answer of a server that did not answer in time.
 
     A server still works on a request that timed out. With a fixed limit, many couriers would
@@ -52,7 +52,7 @@ class Overload:
         self._seconds = 0
 
     @contextlib.contextmanager
-    def patience(self) -> Iterator[None]:
+    def request(self) -> Iterator[None]:
         """Make requests in the block. Not for several threads at once."""
         began, is_slow = time.monotonic(), self._seconds > 0
         with mlflow_compat.request_timeout(self._seconds, once=is_slow) as limit:

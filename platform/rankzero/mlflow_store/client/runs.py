@@ -20,7 +20,7 @@ from rankzero.mlflow_store import limits, saved_view
 from rankzero.mlflow_store.client import experiments
 from rankzero.mlflow_store.client.artifact_locations import ArtifactLocations
 from rankzero.mlflow_store.client.connection import (
-    Overload,
+    AdaptiveTimeout,
     chunks,
     connect,
     log_points,
@@ -49,7 +49,7 @@ def _patient(
 
     @functools.wraps(method)
     def call(self: MlflowRuns, /, *arguments: _P.args, **named: _P.kwargs) -> _R:
-        with self._overload.patience():
+        with self._timeout.request():
             return method(self, *arguments, **named)
 
     return call
@@ -61,7 +61,7 @@ class MlflowRuns:
     def __init__(self, tracking_uri: str) -> None:
         self._uri = tracking_uri
         self._client = connect(tracking_uri)
-        self._overload = Overload()
+        self._timeout = AdaptiveTimeout()
         self._locations = ArtifactLocations(self._client, tracking_uri)
         self.models = MlflowModels(self._client, tracking_uri, self._locations)
         self.deletion = MlflowDeletion(self._client, tracking_uri, self._locations, self.models)
