@@ -25,6 +25,7 @@ from rankzero.run_store import delivery_state as delivery
 from rankzero.run_store.folder import write_atomically
 
 _STARTUP_SECONDS = 60.0
+_SIGNAL_SECONDS = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +93,11 @@ def run(arguments: argparse.Namespace) -> int:
             write_atomically(arguments.result_file, json.dumps({"address": best}))
         if arguments.open:
             webbrowser.open(best)
-        process.communicate()
+        # A signal that comes just before a call that waits is handled after that call. A wait
+        # without a limit would miss it.
+        while process.returncode is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=_SIGNAL_SECONDS)
     return 0 if process.returncode in (0, -signal.SIGTERM, -signal.SIGINT) else 1
 
 
