@@ -16,12 +16,13 @@ import psutil
 import pytest
 
 from frameworks.examples import SECONDS, needs
+from rankzero.events import RunStarted
 from rankzero.run_store.folder import RunFolder
 from rankzero.tuning.options import default_storage
 from rankzero.tuning.places import ray_actor
 from rankzero.tuning.places.remote_host import RemoteHost
 from rankzero.tuning.study import find_study
-from support.commands import TINY, Command, tracked, wait_until
+from support.commands import TINY, Command, events, tracked, wait_until
 from support.remote_trials import (
     TIMELESS,
     assert_same_results,
@@ -108,6 +109,18 @@ def test_a_machine_that_dies_loses_its_trial_and_the_next_one_trains_elsewhere(
         os.kill(raylet.pid, signal.SIGKILL)
         assert_the_next_trains_elsewhere(launcher, experiment, trial, "lost")
     assert not psutil.wait_procs([node, *ranks], 60)[1], "a process outlived its machine"
+
+
+def test_a_search_whose_trials_have_two_machines(rankzero: Command, cluster: Cluster) -> None:
+    cluster.add_machine()
+    code, printed = rankzero(*search(cluster.address, "--trials", 3, "--nnodes", 2))
+    assert code == 0, printed
+    assert "--nproc 1 --nnodes 2 --rdzv-endpoint HOST:PORT" in printed
+    trial = RunFolder(rankzero.folder / "mlruns/runs/s-t00")
+    begun = next(one for one in events(trial) if isinstance(one, RunStarted))
+    assert begun.environment["rankzero.world_size"] == "2" and trial.system(1).exists()
+    assert tracked(trial).status == "FINISHED"
+    wait_until(lambda: not nodes())
 
 
 def test_hosts_of_one_machine_have_gpus_of_their_own(cluster: Cluster) -> None:

@@ -93,8 +93,17 @@ def test_a_study_keeps_its_numbers_of_devices(study: Study) -> None:
     both = make_space(Mine(), 1, 0.5, samples=1000, more=(2,))
     assert agree_on_space(study, both, [], SearchOptions()).devices == (1, 2)
     assert check_space(study, both, SearchOptions()).devices == (1, 2)
-    with pytest.raises(UserError, match="began with --nproc 1,2, and this command has 1: give"):
+    with pytest.raises(
+        UserError, match="began with --nproc 1,2, and this command has --nproc 1: give"
+    ):
         agree_on_space(study, SPACE_OF_MINE, [], SearchOptions())
+
+
+def test_a_study_keeps_its_number_of_machines(study: Study) -> None:
+    both = dataclasses.replace(make_space(Mine(), 4, 0.5, samples=1000), machines=2)
+    agree_on_space(study, both, [], SearchOptions())
+    with pytest.raises(UserError, match=r"with --nproc 2 --nnodes 2, and .* has --nproc 4: give"):
+        agree_on_space(study, dataclasses.replace(both, machines=1), [], SearchOptions())
 
 
 def test_a_study_of_one_number_of_devices_keeps_it(study: Study) -> None:
@@ -102,7 +111,9 @@ def test_a_study_of_one_number_of_devices_keeps_it(study: Study) -> None:
     agree_on_space(study, SPACE_OF_MINE, [], SearchOptions())
     other = make_space(Mine(), 2, 0.5, samples=1000)
     # Before the probe, which may take minutes.
-    with pytest.raises(UserError, match="--nproc 1, and this command has 2: give --nproc 1, or"):
+    with pytest.raises(
+        UserError, match="--nproc 1, and this command has --nproc 2: give --nproc 1, or"
+    ):
         space_of_version(study, other, SearchOptions())
 
 
@@ -110,7 +121,9 @@ def test_a_study_of_an_older_version_has_one_number_of_devices(study: Study) -> 
     study.note(SPACE, {"batch_sizes": [32], "precisions": ["fp32"], "signature": "", "speed": {}})
     assert agree_on_space(study, SPACE_OF_MINE, [], SearchOptions()).devices == (1,)
     both = make_space(Mine(), 1, 0.5, samples=1000, more=(2,))
-    with pytest.raises(UserError, match="--nproc 1, and this command has 1,2: give --nproc 1, "):
+    with pytest.raises(
+        UserError, match="--nproc 1, and this command has --nproc 1,2: give --nproc 1, "
+    ):
         agree_on_space(study, both, [], SearchOptions())
 
 

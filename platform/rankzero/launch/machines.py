@@ -64,6 +64,13 @@ class Machines:
         """Whether this machine is the only one."""
         return self.most == 1
 
+    def of_part(self, number: int) -> Machines:
+        """Return the same machines for one of several trainings, which meet at its own port."""
+        job = f"{self.job}.{number}"
+        host, _ = _divided(self.endpoint)
+        host = f"[{host}]" if ":" in host else host
+        return dataclasses.replace(self, job=job, endpoint=f"{host}:{_port_of(job)}")
+
     @property
     def interface(self) -> str | None:
         """The network interface that has the address, or None if it is not known."""
@@ -153,9 +160,7 @@ def of_slurm(environ: Mapping[str, str], *, typed: bool = False) -> Step | None:
     # A job that is requeued must not join the rendezvous of its last start.
     restart = environ.get("SLURM_RESTART_COUNT", "0")
     job = f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}.{restart}"
-    # Below the ports that Linux gives to clients.
-    port = 20_000 + zlib.crc32(job.encode()) % 10_000
-    return Step(Machines(nodes, nodes, f"{first}:{port}", job, None), number)
+    return Step(Machines(nodes, nodes, f"{first}:{_port_of(job)}", job, None), number)
 
 
 def is_typed() -> bool:
@@ -169,6 +174,11 @@ def first_host(listed: str) -> str:
     if found is None:
         raise ValueError(f"no machine in {listed!r}")
     return "".join(part or "" for part in found.groups())
+
+
+def _port_of(job: str) -> int:
+    # Below the ports that Linux gives to clients.
+    return 20_000 + zlib.crc32(job.encode()) % 10_000
 
 
 def _divided(endpoint: str) -> tuple[str, int]:

@@ -55,6 +55,7 @@ def agree_on_space(
             "signature": _signature(space, options),
             "speed": dict(space.speed),
             "devices": space.devices,
+            "machines": space.machines,
         }
         study.note(SPACE, fact)
     found, fact = _stored_space(study, space), study.facts[SPACE]
@@ -89,12 +90,19 @@ def _stored_space(study: Study, space: Space) -> Space:
 def _check_devices(study: Study, space: Space) -> None:
     # Older versions stored none: they had one number only, and it could change.
     stored = tuple(study.facts.get(SPACE, {}).get("devices", space.devices[:1]))
-    if SPACE in study.facts and stored != space.devices:
-        given, wanted = (",".join(map(str, one)) for one in (space.devices, stored))
+    machines = study.facts.get(SPACE, {}).get("machines", 1)
+    if SPACE in study.facts and (stored, machines) != (space.devices, space.machines):
+        given, wanted = options_of(space.devices, space.machines), options_of(stored, machines)
         raise UserError(
-            f"study {study.name} began with --nproc {wanted}, and this command has {given}: give "
-            f"--nproc {wanted}, or --new"
+            f"study {study.name} began with {wanted}, and this command has {given}: give "
+            f"{wanted}, or --new"
         )
+
+
+def options_of(devices: Sequence[int], machines: int) -> str:
+    """Return the options that give a trial one of these numbers of devices on its machines."""
+    counts = ",".join(str(count // machines) for count in devices)
+    return f"--nproc {counts}" + (f" --nnodes {machines}" if machines > 1 else "")
 
 
 def await_facts(study: Study, names: Sequence[str]) -> bool:

@@ -30,6 +30,7 @@ from rankzero.tuning.agreement import (
     agree_on_space,
     await_facts,
     check_space,
+    options_of,
     space_of_version,
 )
 from rankzero.tuning.budget import SECONDS
@@ -157,8 +158,7 @@ def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
         spent, launchers = time.monotonic() - began, _launchers(setup, run)
         session = Session(study, space, launchers, setup.options, notify, already_seconds=spent)
         verdict = session.run(first_guesses(study))
-        if len(space.devices) > 1:
-            setup = dataclasses.replace(setup, use=f"{setup.use} --nproc {verdict.winner.devices}")
+        setup = dataclasses.replace(setup, use=setup.use + _how_many(space, verdict))
         devices = device_result(
             study.trials(),
             space,
@@ -178,6 +178,14 @@ def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
         run.finish(text, summary)
         study.note(members.LEADER, "")
     return SearchOutcome(text, run.folder, setup.use)
+
+
+def _how_many(space: Space, verdict: Verdict) -> str:
+    """Return the options that train on the winner's devices, where the defaults may not."""
+    if len(space.devices) == space.machines == 1:
+        return ""
+    meeting = " --rdzv-endpoint HOST:PORT" if space.machines > 1 else ""
+    return f" {options_of([verdict.winner.devices], space.machines)}{meeting}"
 
 
 def _identity(setup: SearchSetup, study: Study) -> Identity:
@@ -252,7 +260,9 @@ def first_guesses(study: Study) -> list[dict[str, Any]]:
 
 
 def _launchers(setup: SearchSetup, run: StudyRun) -> list[TrainLauncher]:
-    topology = Topology(setup.described.processes)
+    # The command of a machine ends after so long a silence of the others.
+    silence_seconds = setup.options.silence_seconds
+    topology = Topology(setup.described.processes, silence_seconds=silence_seconds)
     return [TrainLauncher(host, run.folder, topology, run.environment) for host in setup.hosts]
 
 

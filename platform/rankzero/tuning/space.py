@@ -50,6 +50,8 @@ class Space:
     """The experiment's own ranges, by dotted key."""
     devices: tuple[int, ...] = (1,)
     """The numbers of devices of a trial; the reference has the first."""
+    machines: int = 1
+    """The machines of a trial, which have its devices in equal parts."""
     knobs: tuple[str, ...] = ()
     """The knobs of speed that the probe decides."""
     speed: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -50,6 +53,30 @@ def test_a_line_that_arrives_in_parts_is_one_message(sent: Change, part: int) ->
     finally:
         for one in (*to_middle, *middle):
             os.close(one)
+
+
+@given(st.lists(st.integers(0, 3000), max_size=6), st.randoms(use_true_random=True))
+def test_lines_of_two_machines_may_mix(sizes: list[int], random: Random) -> None:
+    sent = [Change("x", index, bytes(size)) for index, size in enumerate(sizes)]
+    written = {number: list[bytes]() for number in (0, 1)}
+    for change in sent:
+        with tempfile.TemporaryFile() as file:
+            Lines(-1, file.fileno(), change.begin % 2).send(change)
+            file.seek(0)
+            written[change.begin % 2] += file.readlines()
+    assert all(len(line) < 1024 for lines in written.values() for line in lines)
+    with tempfile.TemporaryFile() as file:
+        while left := [lines for lines in written.values() if lines]:
+            file.write(random.choice(left).pop(0))
+        file.seek(0)
+        lines, found = Lines(file.fileno(), -1), list[Message]()
+        # A file is always readable, and nothing follows its end.
+        with contextlib.suppress(EOFError):
+            while True:
+                found += lines.receive()
+    for number in (0, 1):
+        own = [one for one in found if isinstance(one, Change) and one.begin % 2 == number]
+        assert own == sent[number::2]
 
 
 def test_an_end_without_a_whole_message_is_an_error() -> None:

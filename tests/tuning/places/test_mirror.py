@@ -53,6 +53,22 @@ def test_a_large_file_comes_in_parts(tmp_path: Path) -> None:
     assert len(parts) == 3 and (other / "events.jsonl").read_bytes() == content
 
 
+def test_output_of_each_machine_has_a_folder(tmp_path: Path) -> None:
+    one = tmp_path / "one"
+    (one / "probe.logs" / "0").mkdir(parents=True)
+    first, second = Mirror(one, logs="probe.logs"), Mirror(one, 1, "probe.logs")
+    for name in ("probe.logs/0/stdout.log", "system-node_1.jsonl"):
+        (one / name).write_text("x")
+    assert [change.name for change in first.changes()] == [
+        "probe.logs/0/stdout.log",
+        "system-node_1.jsonl",
+    ]
+    assert [change.name for change in second.changes()] == [
+        "probe.logs/node_1/0/stdout.log",
+        "system-node_1.jsonl",
+    ]
+
+
 def test_claims_locks_and_links_stay_on_their_machine(tmp_path: Path) -> None:
     one = tmp_path / "one"
     one.mkdir()

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from rankzero.cli.main import main
 from rankzero.errors import UserError
+from rankzero.events import RunStarted
 from rankzero.run_store.folder import RunFolder
 from rankzero.tuning.options import default_storage
 from rankzero.tuning.places import slurm
+from rankzero.tuning.places.messages import Change, Lines
 from rankzero.tuning.places.remote_host import RemoteHost
 from rankzero.tuning.study import find_study
-from support.commands import TINY, Command, tracked, wait_until
+from support.commands import TINY, Command, events, tracked, wait_until
 from support.remote_trials import (
     TIMELESS,
     assert_same_results,
@@ -24,7 +28,7 @@ from support.remote_trials import (
     started,
     tiny,
 )
-from support.slurm import Cluster
+from support.slurm import PATH, Cluster
 
 SEARCH = ("search", str(TINY), "--slurm", "--name", "s", "--no-probe", "--trials", "4")
 
@@ -32,9 +36,13 @@ SEARCH = ("search", str(TINY), "--slurm", "--name", "s", "--no-probe", "--trials
 def test_a_users_options_come_after_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
     own = ["--nodes=1", "--ntasks=1", "--cpus-per-task=2", "--job-name=rankzero-trials"]
-    node = [sys.executable, "-m", "rankzero.tuning.places.node"]
+    own += ["--kill-on-bad-exit=1"]
+    node = [sys.executable, "-m", "rankzero.tuning.places.node", "--machines=1"]
     found = slurm.command(["--gpus=2"], 2, environ={})
     assert found == ["/bin/srun", *own, "--gpus=2", *node]
+    found = slurm.command([], 2, machines=3, environ={})
+    assert found[1:4] == ["--nodes=3", "--ntasks=3", "--cpus-per-task=2"]
+    assert found[-1] == "--machines=3"
     found = slurm.command(["--gpus=2"], 2, environ={"SLURM_JOB_ID": "7"})
     assert found == ["/bin/srun", *own, "--exact", "--gpus=2", *node]
 
@@ -44,8 +52,10 @@ def test_hosts_divide_an_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = {"SLURM_GPUS_PER_NODE": "4", "SLURM_MEM_PER_NODE": "9000"}
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", **gpus}
     for parallel, memory in ((1, 9000), (2, 9000), (3, 4500), (6, 3000)):
-        words = slurm.command([], 2, parallel, job)
-        assert words[5:8] == ["--exact", "--gpus-per-node=2", f"--mem={memory}"]
+        words = slurm.command([], 2, parallel, 1, job)
+        assert words[6:9] == ["--exact", "--gpus-per-node=2", f"--mem={memory}"]
+    # Two hosts of both machines have half of each.
+    assert "--mem=4500" in slurm.command([], 2, 2, 2, job)
 
 
 def test_a_machine_without_slurm_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,6 +67,8 @@ def test_a_machine_without_slurm_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_options_of_a_cluster_without_one_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["search", str(TINY), "--", "--gpus=2"]) == 2
     assert "give --slurm or --ray, too" in capsys.readouterr().err
+    assert main(["search", str(TINY), "--nnodes", "2"]) == 2
+    assert "--nnodes needs a cluster's machines" in capsys.readouterr().err
 
 
 @pytest.mark.cluster
@@ -84,6 +96,39 @@ def test_a_search_whose_trials_are_jobs_or_steps(
         jobs = [cluster.job(number) for number in (1, 2)]
         assert {job["NodeList"] for job in jobs} == {"first", "second"}
     wait_until(lambda: not cluster(["squeue", "--noheader"], rankzero.folder, {}).strip())
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+def test_a_search_whose_trials_have_two_machines(rankzero: Command, cluster: Cluster) -> None:
+    words = [sys.executable, "-m", "rankzero", *SEARCH, "--seeds", "2", "--challengers", "1"]
+    printed = cluster([*words, "--nnodes", "2"], rankzero.folder, rankzero.environ)
+    assert "Your configuration" in printed or "Nothing beats" in printed
+    assert "--nproc 1 --nnodes 2 --rdzv-endpoint HOST:PORT" in printed
+    assert cluster.job(1)["NodeList"] == "first,second"
+    trial = RunFolder(rankzero.folder / "mlruns" / "runs" / "s-t00")
+    begun = next(one for one in events(trial) if isinstance(one, RunStarted))
+    assert begun.environment["rankzero.world_size"] == "2" and trial.system(1).exists()
+    assert tracked(trial).status == "FINISHED"
+    wait_until(lambda: not cluster(["squeue", "--noheader"], rankzero.folder, {}).strip())
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+def test_srun_mixes_whole_lines_of_tasks(cluster: Cluster, tmp_path: Path) -> None:
+    """As long as the lines of messages.py. Longer ones are cut."""
+    program = "import sys; from rankzero.tuning.places.messages import *; "
+    program += "lines = Lines(0, 1, int(sys.stdin.read()) + int(os.environ['SLURM_PROCID'])); "
+    program += "[lines.send(Change('x', number, bytes(99_999))) for number in range(99)]"
+    words = ["sh", "-c", 'echo 7 | srun --nodes=2 --ntasks=2 "$@"', "sh", sys.executable, "-c"]
+    printed = cluster([*words, program], tmp_path, {"PATH": PATH})
+    reading, writing = os.pipe()
+    with os.fdopen(reading), os.fdopen(writing, "wb"):
+        lines, found = Lines(reading, writing), Counter[int]()
+        for line in printed.splitlines(keepends=True):
+            os.write(writing, line.encode())
+            found.update(one.begin for one in lines.receive() if isinstance(one, Change))
+    assert found == dict.fromkeys(range(99), 2)
 
 
 @pytest.mark.cluster

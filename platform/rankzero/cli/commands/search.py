@@ -77,8 +77,11 @@ def add_experiment_arguments(
     place.add_argument("--slurm", action="store_true", help=to)
     to = "on the machines of the Ray cluster at ADDRESS, or auto; the words after -- are options "
     place.add_argument("--ray", metavar="ADDRESS", help=f"{to}of an actor, such as num_cpus=4")
+    if probes:
+        many = "with --slurm or --ray: machines of each trial, with --nproc processes each (1)"
+        parser.add_argument("--nnodes", type=int, default=1, metavar="N", help=many)
     # Options that only `search` has, and functions read that all of these commands call.
-    parser.set_defaults(parallel=1, probe=True)
+    parser.set_defaults(parallel=1, probe=True, **({} if probes else {"nnodes": 1}))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -148,19 +151,24 @@ def _make_host(
 ) -> Host:
     path, _ = experiment_file.split(arguments.experiment)
     libraries = libraries_of(path)
+    if arguments.nnodes < 1:
+        raise UserError(f"--nnodes must be at least 1, got {arguments.nnodes}")
     if not _is_elsewhere(arguments):
+        if arguments.nnodes > 1:
+            raise UserError("--nnodes needs a cluster's machines: give --slurm or --ray, too")
         if arguments.after:
             raise UserError("the words after -- are for a cluster: give --slurm or --ray, too")
         return LocalHost(libraries, share)
     if arguments.ray == "":
         raise UserError("--ray got an empty address: give HOST:PORT, or auto")
     processes = processes or max(options.device_counts(str(arguments.nproc or 1)))
+    machines, words = arguments.nnodes, arguments.after
     if arguments.ray is not None:
-        cluster = "Ray"
-        command = ray_actor.command(arguments.ray, arguments.after, processes)
+        cluster, command = "Ray", ray_actor.command(arguments.ray, words, processes, machines)
     else:
-        cluster, command = "Slurm", slurm.command(arguments.after, processes, arguments.parallel)
-    return RemoteHost(command, libraries, cluster, print_line)
+        command = slurm.command(words, processes, arguments.parallel, machines)
+        cluster = "Slurm"
+    return RemoteHost(command, libraries, cluster, print_line, machines)
 
 
 def _is_elsewhere(arguments: argparse.Namespace) -> bool:
@@ -181,9 +189,11 @@ def described_space(
     sharing = 1 if _is_elsewhere(arguments) else arguments.parallel
     found = host.describe(arguments.experiment, settings, own, sharing, more)
     reference = describe.mirrored(found)
+    all_counts = [count * found.machines for count in more]
     space = make_space(
-        reference, found.processes, found.lr_exponent, found.precisions, found.samples, more
+        reference, found.processes, found.lr_exponent, found.precisions, found.samples, all_counts
     )
+    space = dataclasses.replace(space, machines=found.machines)
     space = knobs.turned(space, arguments.knobs or knobs.defaults(found, space))
     if arguments.knobs and space.knobs and not arguments.probe:
         raise UserError(
@@ -206,6 +216,7 @@ def study_identity(arguments: argparse.Namespace, space: Space, verb: str) -> Id
         # A study of an older version has one number of processes.
         processes = space.devices if len(space.devices) > 1 else space.devices[0]
         what = repr((str(path), cls, config.to_yaml(space.reference), processes, how))
+        what += f" on {space.machines} machines" if space.machines > 1 else ""
         digest = hashlib.sha256(what.encode()).hexdigest()[:6]
         base = f"{names.made_plain(path.stem)}-{verb}-{digest}"
     names.checked_run(base)
@@ -284,6 +295,7 @@ def _search(
     if arguments.result_file is not None:
         arguments.result_file.write_text(json.dumps({"study": identity.name}), encoding="utf-8")
     where = f"{'/'.join(map(str, space.devices))} x {described.device}"
+    where += f", {space.machines} machines" if space.machines > 1 else ""
     print_line(f"study  {identity.name}  ({arguments.objective}, {where})")
     outcome = search.run(setup)
     print_line(f"\n{outcome.text}")

@@ -1,8 +1,13 @@
-"""Messages between a search and its host on another machine, as lines of text.
+"""Messages between a search and its host on other machines, as lines of text.
 
 They are lines because Slurm's srun passes on whole lines. They are pickled because both ends are
 this program, and the same user started both. Slurm's accounts protect the way. Ray pickles, too,
 and trusts everybody who reaches the cluster.
+
+All machines of a trial have one connection: each gets what the search sends, and their lines mix.
+
+    rankzero:1:+gASVlgAAAAAA…    a part of a message of machine 1; more follow
+    rankzero:1:.AAB9lC4=         its last part
 """
 
 from __future__ import annotations
@@ -22,6 +27,9 @@ from rankzero.launch.agent import Topology
 # Other lines are the words of a cluster's own programs.
 _MARK = b"rankzero:"
 _CHUNK_BYTES = 1 << 20
+# srun cuts lines of 1,024 bytes and more, and lines of other machines would come in between.
+_PART_BYTES = 900
+_MORE, _LAST = b"+", b"."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +42,7 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """The host's first message."""
+    """The first message of each machine of a host."""
 
     machine: str
     version: str
@@ -61,6 +69,7 @@ class Run:
 
     entry: Callable[[Any], str]
     topology: Topology
+    """All processes of the trial; each machine starts its part."""
     request: Any
     logs: Path
     folder: Path
@@ -88,7 +97,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """The trial has ended, and its folder has come over."""
+    """The trial has ended on one machine, and its folder has come over from there."""
 
     was_lost: bool
 
@@ -97,24 +106,34 @@ Message = Start | Started | Describe | Answer | Run | Signal | Change | Ended
 
 
 class Lines:
-    """Both directions of a connection, by two file descriptors that stay the caller's."""
+    """Both directions of a connection, by two file descriptors that stay the caller's.
 
-    def __init__(self, reading: int, writing: int) -> None:
-        self.reading, self._writing = reading, writing
-        self._left = b""
+    `number`: this machine's among those of a host. The search has none, and writes 0.
+    """
+
+    def __init__(self, reading: int, writing: int, number: int = 0) -> None:
+        self.reading, self._writing, self._number = reading, writing, number
+        self._left, self._begun = b"", dict[bytes, bytes]()
 
     def send(self, message: Message) -> None:
         """Write a message; wait until the other end has room. Raises OSError without one."""
-        line = memoryview(_MARK + base64.b64encode(pickle.dumps(message)) + b"\n")
-        while line:
-            line = line[os.write(self._writing, line) :]
+        text = base64.b64encode(pickle.dumps(message))
+        parts = [text[begin : begin + _PART_BYTES] for begin in range(0, len(text), _PART_BYTES)]
+        kinds = [*[_MORE] * (len(parts) - 1), _LAST]
+        lines = [
+            b"%s%d:%s%s\n" % (_MARK, self._number, kind, part)
+            for kind, part in zip(kinds, parts, strict=True)
+        ]
+        left = memoryview(b"".join(lines))
+        while left:
+            left = left[os.write(self._writing, left) :]
 
     def receive(self, seconds: float | None = 0.0) -> Sequence[Message]:
         """Return the messages that have arrived, after at most `seconds`; None: without end.
 
         Raises EOFError if the other end is gone and has left nothing.
         """
-        lines: list[bytes] = []
+        lines = list[bytes]()
         while not lines and wait([self.reading], seconds):
             try:
                 content = os.read(self.reading, _CHUNK_BYTES)
@@ -123,6 +142,15 @@ class Lines:
             if not content:
                 raise EOFError
             *lines, self._left = (self._left + content).split(b"\n")
-        marked = [line for line in lines if line.startswith(_MARK)]
+        whole = map(self._joined, [line for line in lines if line.startswith(_MARK)])
         # From the user's own process: see the top of this file.
-        return [pickle.loads(base64.b64decode(line[len(_MARK) :])) for line in marked]  # noqa: S301
+        return [pickle.loads(base64.b64decode(text)) for text in whole if text]  # noqa: S301
+
+    def _joined(self, line: bytes) -> bytes:
+        """Return the text of a message with its last part, and nothing before that."""
+        number, _, text = line[len(_MARK) :].partition(b":")
+        begun = self._begun.pop(number, b"") + text[1:]
+        if text[:1] == _LAST:
+            return begun
+        self._begun[number] = begun
+        return b""

@@ -1,4 +1,8 @@
-"""A trial's folder on two machines: what changes on the host's comes over to the search's."""
+"""A trial's folder on the search's machine: what changes on the host's machines comes over.
+
+Each file is written by one machine of a run, rank 0's or another, but for the logs. Those of the
+second machine and the next have folders of their own.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +45,12 @@ def apply(change: Change, folder: Path) -> None:
 class Mirror:
     """Finds what has changed below a folder since the last look."""
 
-    def __init__(self, folder: Path) -> None:
-        """Take the folder's present content as known."""
-        self._folder = folder
+    def __init__(self, folder: Path, number: int = 0, logs: str = "logs") -> None:
+        """Take the folder's present content as known.
+
+        `number`: this machine's. `logs`: the folder in it that has the ranks' output.
+        """
+        self._folder, self._number, self._logs = folder, number, logs
         self._known = {name: _state(path) for name, path in _files(folder)}
 
     def changes(self) -> Iterator[Change]:
@@ -61,11 +68,17 @@ class Mirror:
                     # The next look brings content that is added meanwhile.
                     left = state[0] - begin
                     while left > 0 and (part := file.read(min(left, _PART_BYTES))):
-                        yield Change(name, begin, part)
+                        yield Change(self._name_elsewhere(name), begin, part)
                         begin, left = begin + len(part), left - len(part)
             except FileNotFoundError:
                 continue
             self._known[name] = state
+
+    def _name_elsewhere(self, name: str) -> str:
+        """Return the name of a file in the search's folder, where all machines' files meet."""
+        if self._number == 0 or not name.startswith(f"{self._logs}/"):
+            return name
+        return f"{self._logs}/node_{self._number}{name.removeprefix(self._logs)}"
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:

@@ -2,10 +2,14 @@
 
 Slurm's srun, or an actor of Ray, starts it, and connects its input and output with the search. It
 runs trials in a folder of its own, and sends what changes there. It ends with its input.
+
+A host of several machines has one on each. The search's messages reach all of them, and each runs
+its part of a trial. The ranks meet on the first machine.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import os
@@ -21,6 +25,9 @@ from typing import Any
 
 from rankzero import experiment_file
 from rankzero.errors import RunFailed, UserError
+from rankzero.launch import machines
+from rankzero.launch.agent import Topology
+from rankzero.launch.machines import ALONE, Machines, Step
 from rankzero.launch.request import JobRequest
 from rankzero.run_store.folder import RunFolder
 from rankzero.tuning.places import mirror
@@ -45,9 +52,10 @@ _LOOK_SECONDS = 0.25  # from one look at a trial's folder to the next
 class _Node:
     """Serves one search, with a host process of this machine."""
 
-    def __init__(self, lines: Lines, host: LocalHost, folder: Path) -> None:
-        self._lines, self._host, self._folder = lines, host, folder
+    def __init__(self, lines: Lines, host: LocalHost, folder: Path, step: Step) -> None:
+        self._lines, self._host, self._folder, self._step = lines, host, folder, step
         self._trial: tuple[Path, Mirror] | None = None
+        self._trials = 0
 
     def serve(self) -> None:
         """Do what the search asks for. Raises EOFError at its end."""
@@ -62,17 +70,31 @@ class _Node:
     def do(self, message: Message) -> None:
         """Do what one message asks for."""
         if isinstance(message, Describe):
-            self._lines.send(Answer(self._described(message)))
+            if self._step.number == 0:
+                self._lines.send(Answer(self._described(message)))
         elif isinstance(message, Run):
             folder = self._folder / message.folder.name
             mirror.write_all(message.files, folder)
-            self._trial = folder, Mirror(folder)
+            logs = message.logs.relative_to(message.folder)
+            self._trial = folder, Mirror(folder, self._step.number, str(logs))
             request = _moved(message.request, message.folder.parent, self._folder)
-            logs = folder / message.logs.relative_to(message.folder)
-            self._host.run(message.entry, message.topology, request, logs, folder)
+            topology = self._topology(message.topology)
+            self._host.run(message.entry, topology, request, folder / logs, folder)
         elif isinstance(message, Signal) and self._trial:
             mirror.write_all(message.files, self._trial[0])
             self._host.signal(message.number)
+
+    def _topology(self, asked: Topology) -> Topology:
+        """Return this machine's part of a trial's processes, and where they meet the others."""
+        all_machines, number = self._step
+        if all_machines.alone:
+            return asked
+        # All machines count alike. Ranks of a trial must not join those of the last one.
+        self._trials += 1
+        here = machines.meet(all_machines.of_part(self._trials), number)
+        return dataclasses.replace(
+            asked, processes=asked.processes // all_machines.most, machines=here
+        )
 
     def _described(self, message: Describe) -> Any:
         try:
@@ -83,7 +105,8 @@ class _Node:
                 "share, or at the same path on each"
             )
         try:
-            return self._host.describe(message.reference, *message.given)
+            given = (message.reference, *message.given, self._step.machines.most)
+            return self._host.describe(*given)
         except (UserError, RunFailed) as error:
             return error
 
@@ -113,22 +136,47 @@ def _moved(request: Any, old: Path, new: Path) -> Any:
     return dataclasses.replace(request, **moved)
 
 
+def _step() -> Step:
+    """Return the machines of this host, and this one's number. Raises UserError."""
+    parser = argparse.ArgumentParser(prog="node")
+    parser.add_argument("--machines", type=int, default=1)
+    # Those of Slurm are in the variables of its step.
+    parser.add_argument("--first", help="an address of the first machine")
+    parser.add_argument("--job", default="")
+    parser.add_argument("--number", type=int, default=0)
+    given = parser.parse_args()
+    if given.machines == 1:
+        return Step(ALONE, 0)
+    if given.first is not None:
+        all_machines = Machines(given.machines, given.machines, given.first, given.job, None)
+        return Step(all_machines, given.number)
+    step = machines.of_slurm(os.environ)
+    if step is None or step.machines.most != given.machines:
+        raise UserError(f"srun started no task on each of {given.machines} machines: leave out -N")
+    return step
+
+
 @contextlib.contextmanager
-def _connection() -> Iterator[Lines]:
+def _connection(number: int) -> Iterator[Lines]:
     """Yield this process's standard input and output. Nobody else gets them from now on."""
     reading, writing = os.dup(0), os.dup(1)
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     # Output of the user's code is no message.
     os.dup2(2, 1)
-    yield Lines(reading, writing)
+    yield Lines(reading, writing, number)
 
 
 def main() -> None:
     """Serve the search at the other end of this process's standard input and output."""
     # So that the folder is removed and the ranks end.
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(1))
-    with _connection() as lines, contextlib.suppress(EOFError, BrokenPipeError):
+    try:
+        step = _step()
+        machines.meet(step.machines, step.number)  # called for its check
+    except UserError as error:
+        sys.exit(f"{socket.gethostname()}: {error}")
+    with _connection(step.number) as lines, contextlib.suppress(EOFError, BrokenPipeError):
         first, *others = lines.receive(None)
         assert isinstance(first, Start)
         lines.send(Started(socket.gethostname(), version("rankzero")))
@@ -136,7 +184,7 @@ def main() -> None:
             tempfile.TemporaryDirectory(prefix="rankzero-node-") as folder,
             contextlib.closing(LocalHost(first.libraries)) as host,
         ):
-            node = _Node(lines, host, Path(folder))
+            node = _Node(lines, host, Path(folder), step)
             for message in others:
                 node.do(message)
             node.serve()

@@ -1,5 +1,7 @@
 """Hosts as actors of a Ray cluster: ``python -m rankzero.tuning.places.ray_actor``.
 
+A host of several machines has an actor on each, in a placement group: Ray starts all or none.
+
     search ── standard input and output ──▶ this program ── Ray ──▶ actor ── pipe ──▶ places.node
 
 It does for Ray what `srun` does for Slurm. Ray places the actor, and ends it with this program.
@@ -11,6 +13,7 @@ import argparse
 import importlib.util
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -34,38 +37,48 @@ _OF_ONE_MACHINE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_
 _OWN = {"lifetime", "max_concurrency", "max_restarts", "name"}
 
 
-def command(address: str, options: Sequence[str], processes: int) -> list[str]:
+def command(address: str, options: Sequence[str], processes: int, machines: int = 1) -> list[str]:
     """Return the command that starts a host. Raises UserError without Ray.
 
-    `options`: of the actor, such as ``num_cpus=4``. `processes`: of each trial; an actor has a
-    processor for each by default, and a GPU where the cluster has some.
+    `options`: of each actor, such as ``num_cpus=4``. `processes`: of each trial on each of its
+    `machines`; an actor has a processor for each by default, and a GPU where the cluster has some.
     """
     if taken := sorted(_OWN & config.parse_assignments(options).keys()):
         raise UserError(f"{taken[0]} of the actors is RankZero's own choice: leave it out")
     if importlib.util.find_spec("ray") is None:
         raise UserError("--ray needs Ray: pip install 'rankzero[ray]'")
-    own = ["--address", address, "--processes", str(processes)]
+    own = ["--address", address, "--processes", str(processes), "--machines", str(machines)]
     return [sys.executable, "-m", "rankzero.tuning.places.ray_actor", *own, "--", *options]
 
 
 class Node:
     """Holds the node process on its machine. Ray runs its methods there, two at a time."""
 
-    def __init__(self, folder: str, environ: Mapping[str, str], processes: int) -> None:
-        """Start the node with the search's folder and variables, as `srun` does."""
+    def address(self) -> str:
+        """Return the address of its machine, as Ray knows it."""
+        import ray
+
+        return str(ray.util.get_node_ip_address())
+
+    def start(
+        self, folder: str, environ: Mapping[str, str], processes: int, words: Sequence[str]
+    ) -> None:
+        """Start the node with the search's folder and variables, as `srun` does.
+
+        `words`: of the node's command.
+        """
         # Ray sets it for one process with all the actor's processors.
-        threads = int(os.environ.get(_THREADS, "1")) // processes
-        words = {_THREADS: str(max(1, threads))}
-        words.update((name, environ[name]) for name in words if name in environ)
+        threads = max(1, int(os.environ.get(_THREADS, "1")) // processes)
+        own = {_THREADS: environ.get(_THREADS, str(threads))}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - It lives as long as the node.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rankzero.tuning.places.node"],
+            [sys.executable, "-m", "rankzero.tuning.places.node", *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             bufsize=0,
             cwd=folder if Path(folder).is_dir() else None,
-            env={**environ, **os.environ, **words},
+            env={**environ, **os.environ, **own},
         )
 
     def write(self, content: bytes) -> None:
@@ -90,10 +103,11 @@ class Node:
 
 
 def main() -> int:
-    """Connect the search with a node in an actor, until one of them ends."""
+    """Connect the search with a node in each actor, until one of them fails or all have ended."""
     parser = argparse.ArgumentParser(prog="ray_actor")
     parser.add_argument("--address", required=True)
     parser.add_argument("--processes", type=int, required=True)
+    parser.add_argument("--machines", type=int, default=1)
     parser.add_argument("options", nargs="*")
     arguments = parser.parse_args()
     output = os.dup(1)
@@ -104,15 +118,9 @@ def main() -> int:
     try:
         _refuse_unreachable(arguments.address)
         ray.init(arguments.address, log_to_driver=False, logging_level="error")
-        actor = _actor(ray, arguments.options, arguments.processes)
-        threading.Thread(target=_pass_on, args=(ray.get, actor), daemon=True).start()
-        while content := ray.get(actor.read.remote()):
-            # The node ends with its input, and cleans up. Ray would kill it.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            left = memoryview(content)
-            while left:
-                left = left[os.write(output, left) :]
-        status, words = ray.get(actor.end.remote())
+        nodes = _start(ray, arguments)
+        threading.Thread(target=_pass_on, args=(ray.get, nodes), daemon=True).start()
+        status, words = _pass_back(ray, nodes, output)
     except Exception as error:
         # The search quotes it.
         status, words = 1, f"{arguments.address}: {type(error).__name__}: {error}"
@@ -128,14 +136,48 @@ def _refuse_unreachable(address: str) -> None:
             pass
 
 
-def _actor(ray: Any, options: Sequence[str], processes: int) -> Any:
-    """Ask Ray for an actor. It waits for its resources."""
+def _start(ray: Any, arguments: argparse.Namespace) -> list[Any]:
+    """Start a node in each of the actors. Waits for their resources."""
+    processes, count = arguments.processes, arguments.machines
     chosen: dict[str, Any] = {"num_cpus": processes, "max_restarts": 0, "max_concurrency": 2}
     if ray.cluster_resources().get("GPU"):
         chosen["num_gpus"] = processes
-    chosen.update((name, _value(text)) for name, text in config.parse_assignments(options).items())
+    given = config.parse_assignments(arguments.options)
+    chosen.update((name, _value(text)) for name, text in given.items())
+    places: list[dict[str, Any]] = [{}] if count == 1 else _machines(ray, chosen, count)
+    nodes = [ray.remote(Node).options(**chosen, **place).remote() for place in places]
+    meeting: list[str] = []
+    if count > 1:
+        meeting = ["--first", ray.get(nodes[0].address.remote()), "--job", secrets.token_hex(8)]
     own = {name: text for name, text in os.environ.items() if name not in _OF_ONE_MACHINE}
-    return ray.remote(Node).options(**chosen).remote(str(Path.cwd()), own, processes)
+    words = [f"--machines={count}", *meeting]
+    ray.get(
+        [
+            node.start.remote(str(Path.cwd()), own, processes, [*words, f"--number={number}"])
+            for number, node in enumerate(nodes)
+        ]
+    )
+    return nodes
+
+
+def _machines(ray: Any, chosen: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """Return the option that puts each actor on a machine of its own."""
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    needs = {"CPU": chosen["num_cpus"], "GPU": chosen.get("num_gpus", 0)}
+    needs |= {"memory": chosen.get("memory", 0), **chosen.get("resources", {})}
+    bundle = {name: amount for name, amount in needs.items() if amount}
+    group = placement_group([bundle] * count, strategy="STRICT_SPREAD")
+    ray.get(group.ready())
+    return [
+        {
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=number
+            )
+        }
+        for number in range(count)
+    ]
 
 
 def _value(text: str) -> Any:
@@ -145,8 +187,8 @@ def _value(text: str) -> Any:
         return text
 
 
-def _pass_on(get: Callable[[Any], None], actor: Any) -> None:
-    """Pass the search's messages on to the actor. One part at a time: the actor has two threads."""
+def _pass_on(get: Callable[[Any], None], nodes: Sequence[Any]) -> None:
+    """Pass the search's messages on to all nodes. One part at a time: actors have two threads."""
     content = b"a first part"
     while content:
         try:
@@ -154,9 +196,32 @@ def _pass_on(get: Callable[[Any], None], actor: Any) -> None:
         except ConnectionError:  # The search died, and left messages unread.
             content = b""
         try:
-            get(actor.write.remote(content))
+            get([node.write.remote(content) for node in nodes])
         except Exception:
             return  # The other direction reports the actor's end.
+
+
+def _pass_back(ray: Any, nodes: Sequence[Any], output: int) -> tuple[int, str]:
+    """Pass the nodes' messages on to the search, in whole lines; return how they ended."""
+    left = [b"" for _ in nodes]
+    reads = {node.read.remote(): number for number, node in enumerate(nodes)}
+    ends: list[tuple[int, str]] = []
+    while reads:
+        (done, *_), _ = ray.wait(list(reads))
+        number, content = reads.pop(done), ray.get(done)
+        if not content:
+            ends.append(ray.get(nodes[number].end.remote()))
+            if ends[-1][0]:
+                break
+            continue
+        # The node ends with its input, and cleans up. Ray would kill it.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        lines, newline, left[number] = (left[number] + content).rpartition(b"\n")
+        whole = memoryview(lines + newline)
+        while whole:
+            whole = whole[os.write(output, whole) :]
+        reads[nodes[number].read.remote()] = number
+    return ends[-1]
 
 
 if __name__ == "__main__":

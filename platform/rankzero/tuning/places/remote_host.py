@@ -1,6 +1,7 @@
-"""The search's end of a host on another machine, which a command of the cluster starts there.
+"""The search's end of a host on other machines, which a command of the cluster starts there.
 
     search ── standard input and output of srun ──▶ places.node ── pipe ──▶ host process ──▶ ranks
+                                                └─▶ places.node on the trial's next machine …
 
 A trial's folder comes over while it grows. The search, its courier and `rankzero runs` read it as
 if the trial ran here. No shared disk is needed but for the user's own code and data.
@@ -44,9 +45,10 @@ _MOST_ERROR_BYTES = 2000
 
 
 class RemoteHost:
-    """A host that `command` starts on another machine once it is needed, and again if it is lost.
+    """A host that `command` starts on other machines once it is needed, and again if it is lost.
 
-    `place`: the cluster, for people. `notify`: prints a line.
+    `place`: the cluster, for people. `notify`: prints a line. `machines`: how many it starts; they
+    train each trial together.
     """
 
     def __init__(
@@ -55,14 +57,15 @@ class RemoteHost:
         libraries: Sequence[str],
         place: str,
         notify: Callable[[str], None],
+        machines: int = 1,
     ) -> None:
         self._command, self._libraries = tuple(command), tuple(libraries)
-        self._place, self._notify = place, notify
+        self._place, self._notify, self._machines = place, notify, machines
+        self._missing, self._training = 0, 0
         self._process: subprocess.Popen[bytes] | None = None
         self._began_waiting: float | None = None
         self._folder = Path()
         self.was_lost = False
-        self.is_starting = False
 
     def describe(
         self,
@@ -93,7 +96,7 @@ class RemoteHost:
         folder: Path,
     ) -> None:
         """Have every rank run `entry(request)`; return at once. See `has_ended`."""
-        self._folder, self.was_lost = folder, False
+        self._folder, self.was_lost, self._training = folder, False, self._machines
         files = mirror.contents(folder)
         self._send(Run(entry, topology, request, logs, folder, files))
 
@@ -114,12 +117,17 @@ class RemoteHost:
                 break
             for message in messages:
                 self._take(message)
-            if any(isinstance(message, Ended) for message in messages):
+            if not self._training:
                 return True
             if time.monotonic() >= deadline:
                 return False
         self.was_lost = True
         return True
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether it still waits for one of its machines."""
+        return self._process is not None and self._missing > 0
 
     @property
     def handles(self) -> Sequence[int]:
@@ -185,12 +193,13 @@ class RemoteHost:
                 start_new_session=True,
             )
         self._lines = Lines(self._socket.fileno(), self._socket.fileno())
-        self.is_starting, self._began_waiting = True, time.monotonic()
+        self._missing, self._began_waiting = self._machines, time.monotonic()
         self._send(Start(version("rankzero"), self._libraries))
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Started):
-            self.is_starting, self._began_waiting = False, None
+            self._missing -= 1
+            self._began_waiting = self._began_waiting if self._missing else None
             own = version("rankzero")
             if message.version != own:
                 raise UserError(
@@ -200,17 +209,18 @@ class RemoteHost:
         elif isinstance(message, Change):
             mirror.apply(message, self._folder)
         elif isinstance(message, Ended):
-            self.was_lost = message.was_lost
+            self._training -= 1
+            self.was_lost |= message.was_lost
 
     def _end(self) -> str:
         """Close the connection, upon which the host ends; end the command if that lasts.
 
         Returns the last words of the command, and so of the cluster.
         """
-        process, self._process = self._process, None
+        process, was_starting, self._process = self._process, self.is_starting, None
         assert process is not None
         self._socket.close()
-        if self.is_starting:
+        if was_starting:
             process.terminate()  # In a queue it does not read its input.
         for end in (process.terminate, process.kill):
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -218,7 +228,7 @@ class RemoteHost:
                 break
             end()
         process.wait()
-        self.is_starting, self._began_waiting = False, None
+        self._missing, self._began_waiting = 0, None
         with self._errors as errors:
             errors.seek(0)
             return errors.read()[-_MOST_ERROR_BYTES:].decode(errors="replace").strip()

@@ -1,4 +1,7 @@
-"""Hosts as jobs of Slurm, or as steps of the allocation that the search runs in."""
+"""Hosts as jobs of Slurm, or as steps of the allocation that the search runs in.
+
+A host of several machines is one job, so Slurm starts all of it or nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +21,25 @@ def command(
     options: Sequence[str],
     processes: int,
     parallel: int = 1,
+    machines: int = 1,
     environ: Mapping[str, str] = os.environ,
 ) -> list[str]:
     """Return the command that starts a host. Raises UserError on a machine without Slurm.
 
-    `options`: of srun. `processes`: of each trial, with a core and a GPU for each by default.
-    `parallel`: the hosts that share an allocation.
+    `options`: of srun. `processes`: of each trial on each of its `machines`, with a core and a GPU
+    for each by default. `parallel`: the hosts that share an allocation.
     """
     if (srun := shutil.which("srun")) is None:
         raise UserError("this machine has no srun: search on a machine of the Slurm cluster")
-    step = _part(processes, parallel, environ) if "SLURM_JOB_ID" in environ else []
-    own = ["--nodes=1", "--ntasks=1", f"--cpus-per-task={processes}", "--job-name=rankzero-trials"]
+    step = _part(processes, parallel * machines, environ) if "SLURM_JOB_ID" in environ else []
+    own = [f"--nodes={machines}", f"--ntasks={machines}", f"--cpus-per-task={processes}"]
+    own += ["--job-name=rankzero-trials", "--kill-on-bad-exit=1"]
+    node = [sys.executable, "-m", "rankzero.tuning.places.node", f"--machines={machines}"]
     # Slurm takes the last of two equal options, so the user's are last.
-    return [srun, *own, *step, *options, sys.executable, "-m", "rankzero.tuning.places.node"]
+    return [srun, *own, *step, *options, *node]
 
 
-def _part(processes: int, parallel: int, environ: Mapping[str, str]) -> list[str]:
+def _part(processes: int, tasks: int, environ: Mapping[str, str]) -> list[str]:
     """Return the options for a part of the allocation.
 
     By default a step takes all cores, GPUs and memory of its machine, and the others wait.
@@ -43,6 +49,6 @@ def _part(processes: int, parallel: int, environ: Mapping[str, str]) -> list[str
         found.append(f"--gpus-per-node={processes}")
     memory, machines = environ.get("SLURM_MEM_PER_NODE", ""), environ.get("SLURM_JOB_NUM_NODES")
     if memory.isdecimal():
-        hosts = math.ceil(parallel / int(machines or 1))
-        found.append(f"--mem={int(memory) // hosts}")
+        on_each = math.ceil(tasks / int(machines or 1))
+        found.append(f"--mem={int(memory) // on_each}")
     return found

@@ -157,7 +157,8 @@ def _measure_once(
     logs = request.results.with_suffix(".logs")
     # Counted first: the processes may write a line at once.
     shown, has_ended, last_sign = len(_lines(request.results)), False, time.monotonic()
-    topology, folder = Topology(request.subject.processes), request.results.parent
+    topology = Topology(request.subject.processes, silence_seconds=silence_seconds)
+    folder = request.results.parent
     host.run(worker.main, topology, request, logs, folder)
     while not has_ended:
         has_ended = host.has_ended(_POLL_SECONDS)

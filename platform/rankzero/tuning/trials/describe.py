@@ -37,6 +37,7 @@ class ExperimentDescription:
     search: Mapping[str, Range]
     lr_exponent: float
     processes: int
+    """Those of a trial, on all of its machines."""
     samples: int
     """In the training set: no batch is larger."""
     is_validated: bool
@@ -45,8 +46,11 @@ class ExperimentDescription:
     device: str
     driver: str
     gpus: int = 0
+    """Those of the machine that read the experiment."""
     cores: int = 1
-    """Processor cores of each trial."""
+    """Processor cores of each trial, on all of its machines."""
+    machines: int = 1
+    """Those of a trial."""
     loads: bool = False
     """Whether samples are loaded, and not tensors in memory."""
     images: bool = False
@@ -61,14 +65,16 @@ def describe(
     processes: int | None,
     parallel: int = 1,
     more: Sequence[int] = (),
+    machines: int = 1,
 ) -> ExperimentDescription | Exception:
     """Return the description of the experiment in a file, or the error of reading it there.
 
-    A child process reads the file. `processes`: of each trial. None: as many as there are GPUs for
-    each of the `parallel` trials. `more`: other numbers that trials may have.
+    A child process reads the file. `processes`: of each trial on each of its `machines`. None: as
+    many as there are GPUs for each of the `parallel` trials. `more`: other numbers that trials may
+    have.
     """
     context = multiprocessing.get_context("forkserver")
-    given = (reference, dict(settings), processes, parallel, more)
+    given = (reference, dict(settings), processes, parallel, more, machines)
     try:
         reader, writer = context.Pipe(duplex=False)
         child = context.Process(target=_child, args=(writer, *given))
@@ -143,6 +149,7 @@ def _described(
     processes: int | None,
     parallel: int,
     more: Sequence[int] = (),
+    machines: int = 1,
 ) -> ExperimentDescription:
     import torch
     from torch import nn
@@ -157,7 +164,7 @@ def _described(
     if processes is None:
         processes = strategies.processes(strategy, gpus // parallel)
     cores = max(1, len(usable_cores()) // parallel)
-    _check_processes(experiment.train, (processes, *more), parallel, cores)
+    _check_processes(experiment.train, (processes, *more), parallel, cores, machines)
     model, (data, validation) = experiment.model(), experiment.data()
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     made = experiment.optimizer(model)
@@ -168,22 +175,25 @@ def _described(
         search=dict(type(experiment).search),
         # By the optimizer's name: its class may be any library's.
         lr_exponent=_SGD_EXPONENT if "sgd" in optimizer.lower() else _ADAPTIVE_EXPONENT,
-        processes=processes,
+        processes=processes * machines,
+        machines=machines,
         samples=length_of(data) or _ENDLESS,
         is_validated=validation is not None,
         precisions=_fast_precisions(),
         device=torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
         driver=driver_version() if torch.cuda.is_available() else "",
         gpus=gpus,
-        cores=cores,
+        cores=cores * machines,
         loads=not in_memory(data, experiment.collate),
         images=any(parameter.dim() == 4 for parameter in model.parameters()),
         batch_norm=any(isinstance(part, norms) for part in model.modules()),
     )
 
 
-def _check_processes(train: Train, counts: Sequence[int], parallel: int, cores: int) -> None:
-    """Raise UserError unless a trial can have each of these numbers of processes."""
+def _check_processes(
+    train: Train, counts: Sequence[int], parallel: int, cores: int, machines: int
+) -> None:
+    """Raise UserError unless a trial can have so many processes on each of its machines."""
     import torch
 
     from rankzero.training import strategies
@@ -197,14 +207,15 @@ def _check_processes(train: Train, counts: Sequence[int], parallel: int, cores: 
         )
     if min(counts) < 1:
         raise UserError("--nproc must be at least 1")
-    if several and strategy in ("single", "dp"):
-        raise UserError(f"train.strategy={strategy} is one process: use ddp, or one --nproc")
+    if (several or machines > 1) and strategy in ("single", "dp"):
+        one = "one --nproc and one machine"
+        raise UserError(f"train.strategy={strategy} is one process: use ddp, or {one}")
     if several and not torch.cuda.device_count() and max(counts) > cores:
         raise UserError(f"--nproc {max(counts)}: each trial has {cores} processor cores for them")
     for count in counts:
         check_gpus(count)
         # Called for its check: it raises if the batch cannot be divided.
-        micro_batch_size(train, strategies.shards(strategy, count))
+        micro_batch_size(train, strategies.shards(strategy, count * machines))
 
 
 def _fast_precisions() -> tuple[str, ...]:

@@ -47,9 +47,10 @@ class LocalHost:
         processes: int | None,
         parallel: int = 1,
         more: Sequence[int] = (),
+        machines: int = 1,
     ) -> ExperimentDescription:
         """Return the description of the experiment in a file. Raises UserError, RunFailed."""
-        self._pipe.send((describe, reference, settings, processes, parallel, more))
+        self._pipe.send((describe, reference, settings, processes, parallel, more, machines))
         try:
             answer = self._pipe.recv()
         except EOFError:
