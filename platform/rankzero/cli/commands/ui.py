@@ -93,11 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
             write_atomically(arguments.result_file, json.dumps({"address": best}))
         if arguments.open:
             webbrowser.open(best)
-        # A signal that comes just before a call that waits is handled after that call. A wait
-        # without a limit would miss it.
-        while process.returncode is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=_SIGNAL_SECONDS)
+        _wait_for_end(process)
     return 0 if process.returncode in (0, -signal.SIGTERM, -signal.SIGINT) else 1
 
 
@@ -138,6 +134,14 @@ def _wait_until_up(process: subprocess.Popen[bytes], address: str) -> None:
             return
         time.sleep(0.1)
     raise RunFailed(f"MLflow's server did not answer on {address} within {_STARTUP_SECONDS:.0f} s")
+
+
+def _wait_for_end(process: subprocess.Popen[bytes]) -> None:
+    # A signal that comes just before a call that waits is handled after that call. A wait without
+    # a limit would miss it.
+    while process.returncode is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=_SIGNAL_SECONDS)
 
 
 def _links(root: Path, address: str, empty: bool) -> Iterator[str]:
