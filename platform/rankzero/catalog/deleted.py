@@ -10,66 +10,75 @@ import contextlib
 import logging
 import sqlite3
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from rankzero.run_store import delivery_state, names
 from rankzero.run_store.attempt import is_written
 from rankzero.run_store.folder import RunFolder
 
 log = logging.getLogger(__name__)
+Found = TypeVar("Found")
 # As `mlflow_store.uris` has it, a room above this one.
 _STORE = "mlflow.db"
-
-
-class _InMlflow(NamedTuple):
-    name: str | None
-    deleted: bool
 
 
 class StoreRows(NamedTuple):
     """The embedded store's word about runs."""
 
     uri: str
-    runs: Mapping[str, _InMlflow]
-    """By the run's id."""
+    runs: Mapping[str | None, str | None]
+    """The runs' names, which a user may change, by the runs' ids."""
+    deleted: Set[str]
+    """The ids of those that are deleted."""
     experiments: Mapping[str, tuple[str, float]]
     """By the experiment's id: the folder of its artifacts, and when it was made."""
-
-    def name_of(self, run_id: str | None) -> str | None:
-        """Return the run's name, which a user may change, or None without one."""
-        found = self.runs.get(run_id or "")
-        return None if found is None else found.name or None
 
 
 def read_store(runs: Path) -> StoreRows:
     """Return what the embedded store has; nothing if it cannot be read now."""
+    database = _database(runs)
+
+    def read(store: sqlite3.Connection) -> StoreRows:
+        found = dict(store.execute("SELECT run_uuid, name FROM runs"))
+        rows = store.execute("SELECT run_uuid FROM runs WHERE lifecycle_stage = 'deleted'")
+        gone = {run for (run,) in rows}
+        return StoreRows(f"sqlite:///{database}", found, gone, _experiments(store))
+
+    return _read(database, read) or StoreRows("", {}, frozenset(), {})
+
+
+def artifact_folders(runs: Path) -> list[str]:
+    """Return where the embedded store has its experiments' artifacts. Every command asks."""
+    return [place for place, _ in (_read(_database(runs), _experiments) or {}).values()]
+
+
+def _experiments(store: sqlite3.Connection) -> dict[str, tuple[str, float]]:
+    rows = store.execute("SELECT experiment_id, artifact_location, creation_time FROM experiments")
+    return {str(one): (str(place), (time or 0) / 1000) for one, place, time in rows}
+
+
+def _database(runs: Path) -> Path:
+    return (runs.parent / _STORE).absolute()
+
+
+def _read(database: Path, read: Callable[[sqlite3.Connection], Found]) -> Found | None:
     # Importing mlflow would take seconds.
-    database = (runs.parent / _STORE).absolute()
-    nothing = StoreRows("", {}, {})
-    if not database.exists():
-        return nothing
     uri = f"file:{urllib.parse.quote(str(database))}?mode=ro"
     try:
-        with contextlib.closing(sqlite3.connect(uri, timeout=1.0, uri=True)) as store:
-            rows = store.execute("SELECT run_uuid, name, lifecycle_stage FROM runs")
-            found = {run: _InMlflow(name, stage == "deleted") for run, name, stage in rows}
-            rows = store.execute(
-                "SELECT experiment_id, artifact_location, creation_time FROM experiments"
-            )
-            made = {str(one): (str(place), (time or 0) / 1000) for one, place, time in rows}
+        if database.exists():
+            with contextlib.closing(sqlite3.connect(uri, timeout=1.0, uri=True)) as store:
+                return read(store)
     except sqlite3.Error as error:
         log.debug("%s: %s", database, error)
-        return nothing
-    return StoreRows(f"sqlite:///{database}", found, made)
+    return None
 
 
 def is_deleted(path: str | Path, run_id: str | None, store: StoreRows) -> bool:
     """Return whether the run of a folder itself is deleted; its parent may be."""
-    in_mlflow = store.runs.get(run_id or "")
-    if in_mlflow is not None:
-        return in_mlflow.deleted
+    if run_id in store.runs:
+        return run_id in store.deleted
     folder = RunFolder(Path(path))
     return folder.deleted.exists() or _was_collected(folder, run_id, store)
 

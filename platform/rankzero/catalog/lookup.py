@@ -105,7 +105,7 @@ def listed(
 
     Calls `on_invalid` with a message for each folder that cannot be read as a run.
     """
-    cache, found = SummaryCache(runs), list[Summary]()
+    cache, found, store = SummaryCache(runs), list[Summary](), deleted.read_store(runs)
     for entry in _entries(runs):
         signature = summary_cache.signature(entry.path)
         run = cache.find(entry.name, entry.path, signature)
@@ -113,14 +113,15 @@ def listed(
             if not _is_run(entry):
                 continue
             try:
-                run = summary.read_summary(RunFolder(Path(entry.path)))
+                read_now = summary.read_summary(RunFolder(Path(entry.path)))
             except names.InvalidRunFolder as error:
                 on_invalid(str(error))
                 continue
+            run = read_now._replace(mlflow_name=_name_in(store, read_now))
             cache.keep(run, entry.name, signature)
         found.append(run)
     cache.save(len(found), spare_lines)
-    found = _completed(found, deleted.read_store(runs), among_deleted)
+    found = _completed(found, store, among_deleted)
     return sorted(found, key=lambda run: -run.started)
 
 
@@ -128,23 +129,35 @@ def _completed(
     found: list[Summary], store: deleted.StoreRows, among_deleted: bool
 ) -> list[Summary]:
     """Return the runs that are deleted or are not, with what other places know of them."""
+    is_deleted = deleted.is_deleted
     gone = {
         _name(run)
         for run in found
-        if not run.lives and deleted.is_deleted(run.path, run.mlflow_run_id, store)
+        if is_deleted(run.path, run.mlflow_run_id, store) and not run.lives
     }
     of_children: Counter[str] = Counter()
     for run in found:
         if run.parent is not None:
             of_children[run.parent] += run.bytes
-    completed = []
-    for run in found:
-        name = _name(run)
-        if among_deleted == (not run.lives and (name in gone or run.parent in gone)):
-            in_mlflow, size = store.name_of(run.mlflow_run_id), run.bytes + of_children[name]
-            # The last two fields. `_replace` takes four times as long.
-            completed.append(Summary._make((*run[:-2], in_mlflow, size)))
-    return completed
+    if gone or among_deleted:
+        found = [run for run in found if among_deleted == _is_hidden(run, gone)]
+    return [_as_shown(run, _name_in(store, run), of_children) for run in found]
+
+
+def _is_hidden(run: Summary, gone: set[str]) -> bool:
+    return not run.lives and (_name(run) in gone or run.parent in gone)
+
+
+def _as_shown(run: Summary, in_mlflow: str | None, of_children: Counter[str]) -> Summary:
+    # Few of many runs have children, or another name than when they were kept.
+    size = run.bytes + of_children.get(_name(run), 0)
+    if in_mlflow == run.mlflow_name and size == run.bytes:
+        return run
+    return run._replace(mlflow_name=in_mlflow, bytes=size)
+
+
+def _name_in(store: deleted.StoreRows, run: Summary) -> str | None:
+    return store.runs.get(run.mlflow_run_id) or None
 
 
 def _name(run: Summary) -> str:

@@ -15,7 +15,7 @@ ARTIFACTS = "artifacts"
 def former_places(root: Path) -> set[Path]:
     """Return the folders in which MLflow seeks the artifacts that are in `root`."""
     found = set()
-    for place, _ in deleted.read_store(root / "runs").experiments.values():
+    for place in deleted.artifact_folders(root / "runs"):
         path = local(place)
         store = path.parent.parent
         # A user may have chosen a folder elsewhere for an experiment. Then it is not here.

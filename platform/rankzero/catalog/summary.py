@@ -67,7 +67,7 @@ class Summary(NamedTuple):
     # The digest of the training data: the same for the same data.
     data: str | None
     mlflow_name: str | None = None
-    """Its name in the embedded store, which a user may change. `lookup.listed` looks it up."""
+    """Its name in the embedded store, which a user may change; up to date in `lookup.listed`."""
     bytes: int = 0
     """The size of its folder; in `lookup.listed` with those of its children."""
 
