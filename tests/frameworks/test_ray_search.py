@@ -6,9 +6,6 @@ import contextlib
 import os
 import secrets
 import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +20,7 @@ from rankzero.tuning.places import ray_actor
 from rankzero.tuning.places.remote_host import RemoteHost
 from rankzero.tuning.study import find_study
 from support.commands import TINY, Command, events, tracked, wait_until
+from support.ray_cluster import Cluster, nodes, running
 from support.remote_trials import (
     TIMELESS,
     assert_same_results,
@@ -33,31 +31,6 @@ from support.remote_trials import (
 )
 
 pytestmark = pytest.mark.timeout(3 * SECONDS)
-
-RAY = (sys.executable, "-m", "ray.scripts.scripts")
-
-
-class Cluster:
-    """Ray's own daemons on this machine: a head without processors, and machines of two.
-
-    Each machine declares two GPUs. Ray hands them out by CUDA_VISIBLE_DEVICES.
-    """
-
-    def __init__(self, folder: str) -> None:
-        # Ray's sockets need a short path.
-        alone = ("--head", "--port=0", "--include-dashboard=false")
-        self._start(*alone, "--num-cpus=0", f"--temp-dir={folder}")
-        self.address = Path(folder, "ray_current_cluster").read_text()
-        self.add_machine()
-
-    def add_machine(self) -> None:
-        self._start(f"--address={self.address}", "--num-cpus=2", "--num-gpus=2")
-
-    def _start(self, *options: str) -> None:
-        environ = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
-        words = [*RAY, "start", *options, "--disable-usage-stats"]
-        done = subprocess.run(words, check=False, env=environ, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(autouse=True)
@@ -70,11 +43,8 @@ def _token(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     needs("ray")
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        try:
-            yield Cluster(folder)
-        finally:
-            subprocess.run([*RAY, "stop", "--force"], capture_output=True, check=True)
+    with running() as found:
+        yield found
 
 
 def search(address: str, *words: object) -> list[str]:
@@ -146,14 +116,3 @@ def test_a_cluster_that_is_not_there_is_named(rankzero: Command) -> None:
     needs("ray")
     code, printed = rankzero(*search("127.0.0.1:1"))
     assert code == 1 and "127.0.0.1:1" in printed and "Traceback" not in printed
-
-
-def nodes() -> list[psutil.Process]:
-    """Return the processes of hosts, on all machines of Ray. Slurm's have none of its variables."""
-    of_all = psutil.process_iter(["cmdline", "environ"])
-    return [
-        one
-        for one in of_all
-        if "rankzero.tuning.places.node" in (one.info["cmdline"] or ())
-        and "RAY_JOB_ID" in (one.info["environ"] or ())
-    ]

@@ -87,12 +87,19 @@ class Cluster:
         self.environ = {"PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf")}
         """The variables of its commands."""
 
-    def __call__(self, words: Sequence[object], folder: Path, environ: Mapping[str, str]) -> str:
-        """Return a command's output. Raises CalledProcessError."""
+    def __call__(
+        self,
+        words: Sequence[object],
+        folder: Path,
+        environ: Mapping[str, str],
+        *,
+        check: bool = True,
+    ) -> str:
+        """Return a command's output. Raises CalledProcessError if it fails, unless not `check`."""
         return subprocess.run(
             self.words(words, folder),
             env={**environ, **self.environ},
-            check=True,
+            check=check,
             text=True,
             stdout=subprocess.PIPE,
         ).stdout
@@ -101,6 +108,15 @@ class Cluster:
         """Return the words that run a command in `folder` of one of its machines."""
         enter = ["nsenter", f"--target={self._process}", "--mount", "--net", "--uts", "--pid"]
         return [*enter, f"--wd={folder}", *map(str, words)]
+
+    def restore(self, folder: Path) -> None:
+        """Start daemons that have ended, and let all machines take jobs."""
+        for name in ("first", "second"):
+            if not self(["pgrep", "--full", f"slurmd -D -N {name}"], folder, {}, check=False):
+                start = ["sh", "-c", f"slurmd -D -N {name} >/dev/null 2>&1 &"]
+                self(start, folder, {})
+        update = ["scontrol", "update", "NodeName=first,second", "State=resume"]
+        self(update, folder, {}, check=False)  # It fails for machines that are not down.
 
     def job(self, number: int) -> dict[str, str]:
         """Return what Slurm knows of a job, such as its JobState."""
@@ -111,11 +127,24 @@ class Cluster:
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     """A cluster of two machines with two processors each, which only root can have."""
-    missing = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
-    if missing or os.geteuid() != 0:
-        text = f"Slurm: needs root and {', '.join(missing) or 'nothing else'} (apt-get install "
-        text += "slurmctld slurmd slurm-client munge iproute2)"
+    if text := needs():
         (pytest.fail if IN_CI in os.environ else pytest.skip)(text)
+    with running() as found:
+        yield found
+
+
+def needs() -> str:
+    """Return what Slurm needs and this machine lacks, or nothing."""
+    missing = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
+    if not missing and os.geteuid() == 0:
+        return ""
+    text = f"Slurm: needs root and {', '.join(missing) or 'nothing else'} (apt-get install "
+    return text + "slurmctld slurmd slurm-client munge iproute2)"
+
+
+@contextlib.contextmanager
+def running() -> Iterator[Cluster]:
+    """Run the daemons, and end them with all that they have started."""
     folder = Path(tempfile.mkdtemp(prefix="rankzero-slurm-"))
     for name in ("state", "spool-first", "spool-second"):
         (folder / name).mkdir()

@@ -202,9 +202,9 @@ class Ground:
             )
         return Command(process, output)
 
-    def run(self, *words: object, code: int | None = 0) -> Command:
+    def run(self, *words: object, code: int | None = 0, inside: Sequence[str] = ()) -> Command:
         """Run a command to its end. Raises Broken unless its exit code is `code` (None: any)."""
-        command = self.start(*words)
+        command = self.start(*words, inside=inside)
         found = command.wait()
         if code is not None and found != code:
             raise Broken(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torture.scenarios import (
     checkpoints,
+    clusters,
     crowds,
     disk,
     machines,
@@ -55,6 +56,8 @@ SCENARIOS: dict[str, Scenario] = {
     "crowd": crowds.crowd,
     "killed search": search.killed_search,
     "shared study": search.shared_study,
+    "slurm search": clusters.slurm_search,
+    "ray search": clusters.ray_search,
     "lost machine": machines.lost_machine,
     "cut link": machines.cut_link,
     "preempted machine": machines.preempted_machine,

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 from rankzero.catalog.lookup import folders, last_end, mlflow_id
 from rankzero.tuning import next_trial
@@ -56,7 +57,7 @@ def killed_search(ground: Ground, _: Curves) -> None:
         command.wait()
         promises.no_process_is_left(ground)
     ground.run(*SEARCH)
-    _study_is_whole(ground, find_study(storage, "s"), TRIALS)
+    study_is_whole(ground, find_study(storage, "s"), TRIALS)
 
 
 def shared_study(ground: Ground, _: Curves) -> None:
@@ -77,19 +78,19 @@ def shared_study(ground: Ground, _: Curves) -> None:
     for worker in workers:
         worker.wait()
     promises.no_process_is_left(ground)
-    _decide(ground, words)
-    _study_is_whole(ground, find_study(storage, "s"), company.trials)
+    decide(ground, words)
+    study_is_whole(ground, find_study(storage, "s"), company.trials)
 
 
 def _phase(runs: int) -> str:
     return "confirming" if runs > TRIALS else "trying" if runs else "beginning"
 
 
-def _decide(ground: Ground, words: tuple[object, ...]) -> None:
+def decide(ground: Ground, words: tuple[object, ...], inside: Sequence[str] = ()) -> None:
     """Repeat the command until it prints a verdict."""
     # If the leader was killed, a later process leads.
     for _ in range(MOST_REPEATS):
-        last = ground.run(*words)
+        last = ground.run(*words, inside=inside)
         if any(line.startswith("use:") for line in last.output.read_text().splitlines()):
             return
     raise Broken(f"hang: no verdict after {MOST_REPEATS} commands: {last.tail()}")
@@ -108,7 +109,7 @@ def _kill(ground: Ground, command: Command, what: str) -> None:
             ground.note_fault(f"SIGKILL of {what}")
 
 
-def _study_is_whole(ground: Ground, study: Study, wanted: int) -> None:
+def study_is_whole(ground: Ground, study: Study, wanted: int) -> None:
     """Check that the study has all trials, each with a run that has ended, and a verdict."""
     promises.no_process_is_left(ground)
     promises.no_run_is_running(ground)

@@ -166,6 +166,26 @@ def test_the_end_is_waited_for_while_a_journal_comes_over(tmp_path: Path) -> Non
         assert (tmp_path / "a.log").read_text() == "xxxxx"
 
 
+def test_a_cluster_that_has_started_a_host_gets_more_tries(tmp_path: Path) -> None:
+    """A machine that died may be chosen again until the cluster notices."""
+    broken, lines = tmp_path / "broken", list[str]()
+    code = (
+        f"import sys; from pathlib import Path; broken = Path({str(broken)!r})\n"
+        f"if broken.exists(): broken.unlink(); sys.exit('node failed')\n"
+        f"{SPEAKER}\nlines.send(Ended(False)); sys.stdin.read()"
+    )
+    host = RemoteHost((sys.executable, "-c", code), (), "Slurm", lines.append, 1, (0.2, 0.2))
+    with contextlib.closing(host):
+        for is_broken in (False, True):
+            broken.touch() if is_broken else None
+            host.run(train, Topology(1), None, tmp_path / "logs", tmp_path)
+            assert host.is_starting
+            assert host.has_ended(60.0) and not host.was_lost
+            host.close()
+    assert len(lines) == 1 and lines[0].startswith("Slurm starts no host, tried again in 0 s: ")
+    assert lines[0].endswith(": node failed")
+
+
 def test_a_lost_hosts_last_words_are_printed(tmp_path: Path) -> None:
     code, lines = f"{SPEAKER}\nprint('out of memory', file=sys.stderr); os._exit(9)", list[str]()
     with contextlib.closing(

@@ -10,6 +10,7 @@ if the trial ran here. No shared disk is needed but for the user's own code and 
 from __future__ import annotations
 
 import contextlib
+import math
 import shlex
 import shutil
 import signal
@@ -42,6 +43,9 @@ from rankzero.tuning.trials.describe import ExperimentDescription
 _PATIENCE_SECONDS = 5.0  # before the user is told what the search waits for
 _END_SECONDS = 15.0  # for the host and the cluster's command to end by themselves
 _MOST_ERROR_BYTES = 2000
+# Seconds before each further start on a cluster that has started this host before. A cluster may
+# take five minutes to see that a machine is gone, and choose it again until then.
+_RESTART_SECONDS = (5.0, 30.0, 60.0, 120.0, 240.0)
 
 
 class RemoteHost:
@@ -58,13 +62,16 @@ class RemoteHost:
         place: str,
         notify: Callable[[str], None],
         machines: int = 1,
+        restart_seconds: Sequence[float] = _RESTART_SECONDS,
     ) -> None:
         self._command, self._libraries = tuple(command), tuple(libraries)
         self._place, self._notify, self._machines = place, notify, machines
         self._missing, self._training = 0, 0
         self._process: subprocess.Popen[bytes] | None = None
         self._began_waiting: float | None = None
-        self._folder = Path()
+        self._restart_seconds, self._has_started = tuple(restart_seconds), False
+        self._waits, self._start_at = list[float](), math.inf
+        self._trial: Run | None = None
         self.was_lost = False
 
     def describe(
@@ -96,25 +103,33 @@ class RemoteHost:
         folder: Path,
     ) -> None:
         """Have every rank run `entry(request)`; return at once. See `has_ended`."""
-        self._folder, self.was_lost, self._training = folder, False, self._machines
-        files = mirror.contents(folder)
-        self._send(Run(entry, topology, request, logs, folder, files))
+        self.was_lost, self._training = False, self._machines
+        self._waits = [*self._restart_seconds] if self._has_started else []
+        self._trial = Run(entry, topology, request, logs, folder, mirror.contents(folder))
+        self._send(self._trial)
 
     def has_ended(self, seconds: float = 0.0) -> bool:
         """Return whether the trial has ended, after at most `seconds`. True once for each trial.
 
-        Raises RunFailed if the command ends before its host has started.
+        Raises RunFailed if the command ends before its host has started, unless it may start again.
         """
         deadline = time.monotonic() + seconds
-        while self._process is not None:
+        while self._process is not None or self.is_starting:
+            if self._process is None and not self._starts_again(deadline):
+                return False
             was_starting = self.is_starting
             try:
                 messages = self._receive(max(0.0, deadline - time.monotonic()))
             except RunFailed as error:
-                if was_starting:
+                if not was_starting:
+                    self._notify(f"a host of {self._place} is lost: {error}")
+                    break
+                if not self._waits:
                     raise
-                self._notify(f"a host of {self._place} is lost: {error}")
-                break
+                wait, self._missing = self._waits.pop(0), self._machines
+                self._start_at = time.monotonic() + wait
+                self._notify(f"{self._place} starts no host, tried again in {wait:.0f} s: {error}")
+                continue
             for message in messages:
                 self._take(message)
             if not self._training:
@@ -124,10 +139,19 @@ class RemoteHost:
         self.was_lost = True
         return True
 
+    def _starts_again(self, deadline: float) -> bool:
+        """Wait until the next start, but not after `deadline`; return whether it has begun."""
+        time.sleep(max(0.0, min(self._start_at, deadline) - time.monotonic()))
+        if time.monotonic() < self._start_at:
+            return False
+        assert self._trial is not None
+        self._send(self._trial)
+        return True
+
     @property
     def is_starting(self) -> bool:
         """Whether it still waits for one of its machines."""
-        return self._process is not None and self._missing > 0
+        return self._missing > 0
 
     @property
     def handles(self) -> Sequence[int]:
@@ -136,18 +160,20 @@ class RemoteHost:
 
     def signal(self, number: signal.Signals, written: Sequence[Path] = ()) -> None:
         """Send a signal, and the files from which the trial learns why."""
-        if self._process is None:
+        if self._process is None or self._trial is None:
             return
+        folder = self._trial.folder
         files = {
             name: content
-            for name, content in mirror.contents(self._folder).items()
-            if any((self._folder / name).is_relative_to(path) for path in written)
+            for name, content in mirror.contents(folder).items()
+            if any((folder / name).is_relative_to(path) for path in written)
         }
         with contextlib.suppress(OSError):  # `has_ended` reports a lost host
             self._lines.send(Signal(number, files))
 
     def close(self) -> None:
         """End the host, and the trial that it runs."""
+        self._missing = 0 if self._process is None else self._missing
         if self._process is not None:
             self._end()
 
@@ -200,6 +226,7 @@ class RemoteHost:
         if isinstance(message, Started):
             self._missing -= 1
             self._began_waiting = self._began_waiting if self._missing else None
+            self._has_started = self._has_started or not self._missing
             own = version("rankzero")
             if message.version != own:
                 raise UserError(
@@ -207,7 +234,8 @@ class RemoteHost:
                     f"{own}: install the same version on both"
                 )
         elif isinstance(message, Change):
-            mirror.apply(message, self._folder)
+            assert self._trial is not None
+            mirror.apply(message, self._trial.folder)
         elif isinstance(message, Ended):
             self._training -= 1
             self.was_lost |= message.was_lost

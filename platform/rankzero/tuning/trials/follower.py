@@ -110,7 +110,7 @@ class TrialPool:
                         self._end(trial, result)
                 # One wait for all of them, however many there are.
                 handles = [one for trial in self._busy for one in trial.run.handles]
-                if handles and not any(result for _, result in looks):
+                if not any(result for _, result in looks):
                     wait(handles, _TICK_SECONDS)
         except BaseException:
             self._stop_all()
