@@ -109,14 +109,15 @@ class Cluster:
         enter = ["nsenter", f"--target={self._process}", "--mount", "--net", "--uts", "--pid"]
         return [*enter, f"--wd={folder}", *map(str, words)]
 
-    def restore(self, folder: Path) -> None:
-        """Start daemons that have ended, and let all machines take jobs."""
+    def restore(self) -> None:
+        """Start daemons that have ended, and let machines that are down take jobs."""
         for name in ("first", "second"):
-            if not self(["pgrep", "--full", f"slurmd -D -N {name}"], folder, {}, check=False):
-                start = ["sh", "-c", f"slurmd -D -N {name} >/dev/null 2>&1 &"]
-                self(start, folder, {})
-        update = ["scontrol", "update", "NodeName=first,second", "State=resume"]
-        self(update, folder, {}, check=False)  # It fails for machines that are not down.
+            daemon = f"slurmd -D -N {name}"
+            if not self(["pgrep", "--full", "--exact", daemon], self._folder, {}, check=False):
+                self(["sh", "-c", f"{daemon} >/dev/null 2>&1 &"], self._folder, {})
+            if "DOWN" in self(["scontrol", "show", "node", name], self._folder, {}):
+                update = ["scontrol", "update", f"NodeName={name}", "State=resume"]
+                self(update, self._folder, {})
 
     def job(self, number: int) -> dict[str, str]:
         """Return what Slurm knows of a job, such as its JobState."""

@@ -17,6 +17,7 @@ import pytest
 
 from rankzero.events import RunEnded
 from rankzero.mlflow_store.client import MlflowRuns
+from rankzero.mlflow_store.client.records import RunRecord
 from rankzero.mlflow_store.uris import default_tracking_uri
 from rankzero.run_store import run_locks
 from rankzero.run_store.attempt import DIED_WITHOUT_END, LiveAttempt
@@ -26,7 +27,7 @@ from rankzero.tracking import delivery_status, recorder, sync
 from rankzero.tracking.recorder import RecorderHandle
 from support.paths import SUPPORT
 from support.runs import append, ended, make_folder, started, steps
-from support.stores import Server
+from support.stores import Server, list_runs
 
 FAKE = SUPPORT / "fake_rank0.py"
 
@@ -86,6 +87,32 @@ def test_rank_0_is_killed(folder: RunFolder, sqlite: str) -> None:
     assert curve(sqlite, delivery.run_id) == list(range(1, 41))
     assert "system/cpu_utilization_percentage" in record.metrics
     assert log_of(folder) == ""
+
+
+def test_trials_on_other_machines_end_with_a_killed_search(
+    folder: RunFolder, sqlite: str, tmp_path: Path
+) -> None:
+    """Their own recorders are on those machines, and so are the ends that these write."""
+    trial, own = (
+        make_folder(tmp_path, sqlite, name=name, parent=folder.identity.name)
+        for name in ("trial", "own")
+    )
+    claims = "from pathlib import Path; from rankzero.run_store import run_locks; import sys; "
+    claims += "from rankzero.run_store.folder import RunFolder; "
+    claims += "[run_locks.claim(RunFolder(Path(one)), 0) for one in sys.argv[1:]]"
+    for child in (trial, own):
+        folder.add_child(child.identity.name)
+        append(child, started(), steps(1, 5))
+    subprocess.run([sys.executable, "-c", claims, trial.path], check=True)
+    run_locks.claim(own, 0)  # A trial whose ranks still live writes its end by itself.
+    rank0(folder, 40, 0.05, "die").communicate()
+
+    def record() -> RunRecord:
+        return next(one for one in list_runs(sqlite) if one.name == "trial")
+
+    until(lambda: record().status == "FAILED")
+    assert last(trial).status == "FAILED" and curve(sqlite, record().run_id) == [1, 2, 3, 4, 5]
+    assert not any(isinstance(event, RunEnded) for event in read_all(own.events))
 
 
 @pytest.mark.slow

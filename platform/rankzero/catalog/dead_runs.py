@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 from rankzero.catalog.lookup import last_end
@@ -9,6 +10,7 @@ from rankzero.catalog.summary import STARTING_SECONDS
 from rankzero.run_store import run_locks
 from rankzero.run_store.attempt import DIED_WITHOUT_END, append_run_ended
 from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.names import InvalidRunFolder
 
 # The journals are a run's heartbeat. Rank 0 appends to its journal at least when a window of steps
 # ends, and each node's recorder appends to the node's every ten seconds.
@@ -32,6 +34,20 @@ def is_stale(folder: RunFolder, quiet_seconds: float = QUIET_SECONDS) -> bool:
         return False
     parent = folder.identity.parent
     return parent is None or not run_locks.writer_lives(RunFolder(folder.path.parent / parent))
+
+
+def close_children(folder: RunFolder) -> None:
+    """Write the missing ends of the trials of a search that has died.
+
+    A trial's own recorder does that, unless the trial ran on another machine.
+    """
+    for child in folder.children:
+        # The user may have damaged or removed it.
+        with contextlib.suppress(InvalidRunFolder):
+            # The search's courier may hold the lock of a delivery: no sign of life here.
+            lives = run_locks.writer_lives(child) or run_locks.has_live_recorder(child)
+            if child.events.exists() and not lives and last_end(child) is None:
+                close(child)
 
 
 def silence(folder: RunFolder) -> float:

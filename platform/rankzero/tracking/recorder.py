@@ -183,13 +183,17 @@ def finish(
 
     Writing is retried for `grace_seconds`. With `notifies`, the webhook gets the news meanwhile.
     """
+    from rankzero.catalog import dead_runs, lookup
     from rankzero.mlflow_store.patience import grace_seconds
     from rankzero.redaction.text import NOTIFY
     from rankzero.tracking import notification
-    from rankzero.tracking.retry import succeeds
+    from rankzero.tracking.retry import guarded, succeeds
 
     until = time.monotonic() + grace_seconds()
     written = succeeds(attempt.ensure_run_ended, pause_seconds)
+    end = lookup.last_end(attempt.folder) if attempt.node == 0 else None
+    if end is not None and end.status == "FAILED":
+        guarded(lambda: dead_runs.close_children(attempt.folder))
     sender = None
     webhook = os.environ.get(NOTIFY) if notifies else None
     if webhook and attempt.is_latest:

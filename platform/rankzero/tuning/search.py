@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from rankzero.catalog import dead_runs
 from rankzero.config import values
 from rankzero.config.renamed import with_new_names
 from rankzero.errors import UserError
@@ -242,6 +243,8 @@ def _help(setup: SearchSetup, study: Study) -> SearchOutcome:
 
 def _open_run(setup: SearchSetup, identity: Identity) -> AbstractContextManager[StudyRun]:
     options = vars(setup.options).items()
+    # The machine may have gone down with the search.
+    dead_runs.close_children(RunFolder(setup.root / "runs" / identity.name))
     return StudyRun.open(
         setup.root / "runs",
         identity,

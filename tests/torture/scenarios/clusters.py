@@ -52,7 +52,7 @@ def slurm_search(ground: Ground, _: Curves) -> None:
             command.wait()
             promises.no_process_is_left(ground)
             # Slurm ends no job on a machine without its daemon.
-            cluster.restore(ground.folder)
+            cluster.restore()
             _no_job_is_left(lambda: cluster(["squeue", "--noheader"], ground.folder, {}))
         decide(ground, words, inside)
         study_is_whole(ground, find_study(default_storage(ground.runs_folder.parent), "s"), TRIALS)

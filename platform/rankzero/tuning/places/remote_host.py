@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rankzero.errors import RunFailed, UserError
 from rankzero.launch.agent import Topology
@@ -52,8 +52,11 @@ class RemoteHost:
     """A host that `command` starts on other machines once it is needed, and again if it is lost.
 
     `place`: the cluster, for people. `notify`: prints a line. `machines`: how many it starts; they
-    train each trial together.
+    train each trial together. `restart_seconds`: if it does not start, but the command has started
+    a host before, it waits for so long before each further try.
     """
+
+    _known_to_start: ClassVar[set[tuple[str, ...]]] = set()
 
     def __init__(
         self,
@@ -69,7 +72,7 @@ class RemoteHost:
         self._missing, self._training = 0, 0
         self._process: subprocess.Popen[bytes] | None = None
         self._began_waiting: float | None = None
-        self._restart_seconds, self._has_started = tuple(restart_seconds), False
+        self._restart_seconds = tuple(restart_seconds)
         self._waits, self._start_at = list[float](), math.inf
         self._trial: Run | None = None
         self.was_lost = False
@@ -104,7 +107,7 @@ class RemoteHost:
     ) -> None:
         """Have every rank run `entry(request)`; return at once. See `has_ended`."""
         self.was_lost, self._training = False, self._machines
-        self._waits = [*self._restart_seconds] if self._has_started else []
+        self._waits = list(self._restart_seconds)
         self._trial = Run(entry, topology, request, logs, folder, mirror.contents(folder))
         self._send(self._trial)
 
@@ -124,7 +127,7 @@ class RemoteHost:
                 if not was_starting:
                     self._notify(f"a host of {self._place} is lost: {error}")
                     break
-                if not self._waits:
+                if self._command not in self._known_to_start or not self._waits:
                     raise
                 wait, self._missing = self._waits.pop(0), self._machines
                 self._start_at = time.monotonic() + wait
@@ -226,7 +229,8 @@ class RemoteHost:
         if isinstance(message, Started):
             self._missing -= 1
             self._began_waiting = self._began_waiting if self._missing else None
-            self._has_started = self._has_started or not self._missing
+            if not self._missing:
+                self._known_to_start.add(self._command)
             own = version("rankzero")
             if message.version != own:
                 raise UserError(
