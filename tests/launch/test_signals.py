@@ -74,6 +74,16 @@ def test_stopped_workers_are_not_started_again_for_another_machine(agent: Agent)
     assert len(agent.workers) == 1
 
 
+def test_a_kill_ends_a_launch_that_waits_for_other_machines() -> None:
+    with (
+        SignalForwarder(of_trial=True) as signals,
+        signals.to_workers(),
+        pytest.raises(LaunchStopped, match="SIGQUIT before it began"),
+    ):
+        os.kill(os.getpid(), signal.SIGQUIT)
+        signal.pause()
+
+
 @pytest.mark.parametrize(("of_trial", "gets"), [(False, "SIGQUIT"), (True, "SIGTERM")])
 def test_second_signal_ends_workers_unless_only_sigquit_does(
     agent: Agent, of_trial: bool, gets: str

@@ -99,8 +99,10 @@ class SignalForwarder:
             self.received.append(number)
         if self._workers is None:
             return
-        if steers:
-            self._workers.send(signal.SIGKILL if number == signal.SIGQUIT else number)
+        if number == signal.SIGQUIT:
+            self._workers.kill()
+        elif steers:
+            self._workers.send(number)
         else:
             ends = not self._of_trial and len(self.received) > 1
             self._workers.stop(number, signal.SIGQUIT if ends else _FORWARDED[number])
@@ -123,9 +125,17 @@ class _Workers:
     def stop(self, received: signal.Signals, number: signal.Signals) -> None:
         """Send `number`. Raises LaunchStopped, out of the agent, where there are no workers."""
         self._stopped_by = received
+        self._require_some(received)
+        self.send(number)
+
+    def kill(self) -> None:
+        """Kill each worker. Raises LaunchStopped where there are none: other machines are late."""
+        self._require_some(signal.SIGQUIT)
+        self.send(signal.SIGKILL)
+
+    def _require_some(self, received: signal.Signals) -> None:
         if self._pids is None and not self._starting:
             raise LaunchStopped(f"stopped by {received.name} before it began")
-        self.send(number)
 
     def send(self, number: signal.Signals) -> None:
         """Send `number` to each worker, now or once they have started."""

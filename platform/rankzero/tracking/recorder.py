@@ -183,7 +183,6 @@ def finish(
 
     Writing is retried for `grace_seconds`. With `notifies`, the webhook gets the news meanwhile.
     """
-    from rankzero.catalog import dead_runs, lookup
     from rankzero.mlflow_store.patience import grace_seconds
     from rankzero.redaction.text import NOTIFY
     from rankzero.tracking import notification
@@ -191,9 +190,8 @@ def finish(
 
     until = time.monotonic() + grace_seconds()
     written = succeeds(attempt.ensure_run_ended, pause_seconds)
-    end = lookup.last_end(attempt.folder) if attempt.node == 0 else None
-    if end is not None and end.status == "FAILED":
-        guarded(lambda: dead_runs.close_children(attempt.folder))
+    if attempt.node == 0:
+        guarded(lambda: _end_children(attempt.folder))
     sender = None
     webhook = os.environ.get(NOTIFY) if notifies else None
     if webhook and attempt.is_latest:
@@ -201,10 +199,21 @@ def finish(
     if courier is not None:
         courier.finish()
     while (courier is not None and courier.tend()) or (not written and time.monotonic() < until):
-        written = written or succeeds(attempt.ensure_run_ended, pause_seconds)
+        if not written and succeeds(attempt.ensure_run_ended, pause_seconds):
+            written = True
+            guarded(lambda: _end_children(attempt.folder))
         time.sleep(0.1)
     if sender is not None:
         sender.join(notification.LONGEST_SECONDS)
+
+
+def _end_children(folder: RunFolder) -> None:
+    """End the trials of a search that has died. One that has finished has waited for them."""
+    from rankzero.catalog import dead_runs, lookup
+
+    end = lookup.last_end(folder)
+    if end is not None and end.status != "FINISHED":
+        dead_runs.close_children(folder)
 
 
 def _delivered_by_parent(folder: RunFolder) -> bool:

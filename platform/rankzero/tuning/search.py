@@ -23,6 +23,7 @@ from rankzero.errors import UserError
 from rankzero.launch.agent import Topology
 from rankzero.redaction.text import url_without_secrets
 from rankzero.reporting import html_page
+from rankzero.run_store import run_locks
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.location import make_root
 from rankzero.tuning import members, next_trial
@@ -243,8 +244,10 @@ def _help(setup: SearchSetup, study: Study) -> SearchOutcome:
 
 def _open_run(setup: SearchSetup, identity: Identity) -> AbstractContextManager[StudyRun]:
     options = vars(setup.options).items()
-    # The machine may have gone down with the search.
-    dead_runs.close_children(RunFolder(setup.root / "runs" / identity.name))
+    # The machine may have gone down with the search, and its recorder.
+    folder = RunFolder(setup.root / "runs" / identity.name)
+    if not run_locks.writer_lives(folder):
+        dead_runs.close_children(folder)
     return StudyRun.open(
         setup.root / "runs",
         identity,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import threading
+import time
 from random import Random
 
 import pytest
@@ -77,6 +79,33 @@ def test_lines_of_two_machines_may_mix(sizes: list[int], random: Random) -> None
     for number in (0, 1):
         own = [one for one in found if isinstance(one, Change) and one.begin % 2 == number]
         assert own == sent[number::2]
+
+
+def test_a_part_of_a_message_is_none_yet() -> None:
+    reading, writing = os.pipe()
+    try:
+        lines, sent = Lines(reading, writing), Change("x", 0, bytes(1 << 14))
+        lines.send(sent)
+        content = os.read(reading, 1 << 16)
+        os.write(writing, content[:1000])
+        assert list(lines.receive(0.05)) == []
+        timer = threading.Timer(0.2, os.write, (writing, content[1000:]))
+        timer.start()
+        assert lines.receive(None) == [sent]
+        timer.join()
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def test_long_messages_take_time_in_proportion() -> None:
+    """8 MiB once took ten seconds: each part was joined with all before it."""
+    with tempfile.TemporaryFile() as file:
+        lines, sent = Lines(file.fileno(), file.fileno()), Change("x", 0, bytes(8 << 20))
+        lines.send(sent)
+        file.seek(0)
+        began = time.process_time()
+        assert lines.receive() == [sent] and time.process_time() - began < 3.0
 
 
 def test_an_end_without_a_whole_message_is_an_error() -> None:

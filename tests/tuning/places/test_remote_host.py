@@ -186,6 +186,18 @@ def test_a_cluster_that_has_started_a_host_gets_more_tries(tmp_path: Path) -> No
     assert lines[0].endswith(": node failed")
 
 
+def test_machines_that_train_on_without_the_others_are_a_lost_host(tmp_path: Path) -> None:
+    """They wait for the others for ten minutes, and do not know why."""
+    second = "lines.send(Started('second', version('rankzero'))); lines.send(Ended(False))"
+    words, lines = (sys.executable, "-c", f"{SPEAKER}\n{second}; sys.stdin.read()"), list[str]()
+    host = RemoteHost(words, (), "Slurm", lines.append, machines=2, last_seconds=0.5)
+    with contextlib.closing(host):
+        host.run(train, Topology(2), None, tmp_path / "logs", tmp_path)
+        wait_until(lambda: host.has_ended(0.1), 60)
+        assert host.was_lost and not host.is_starting
+    assert lines[0].startswith("one of 2 machines of Slurm trained on without the others")
+
+
 def test_a_lost_hosts_last_words_are_printed(tmp_path: Path) -> None:
     code, lines = f"{SPEAKER}\nprint('out of memory', file=sys.stderr); os._exit(9)", list[str]()
     with contextlib.closing(

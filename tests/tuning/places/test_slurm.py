@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -15,7 +16,7 @@ from rankzero.errors import UserError
 from rankzero.events import RunStarted
 from rankzero.run_store.folder import RunFolder
 from rankzero.tuning.options import default_storage
-from rankzero.tuning.places import slurm
+from rankzero.tuning.places import ray_actor, slurm
 from rankzero.tuning.places.messages import Change, Lines
 from rankzero.tuning.places.remote_host import RemoteHost
 from rankzero.tuning.study import find_study
@@ -37,12 +38,12 @@ def test_a_users_options_come_after_ours(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
     own = ["--nodes=1", "--ntasks=1", "--cpus-per-task=2", "--job-name=rankzero-trials"]
     own += ["--kill-on-bad-exit=1"]
-    node = [sys.executable, "-m", "rankzero.tuning.places.node", "--machines=1"]
+    node = [sys.executable, "-m", "rankzero.tuning.places.node", "--machines=1", "--slurm"]
     found = slurm.command(["--gpus=2"], 2, environ={})
     assert found == ["/bin/srun", *own, "--gpus=2", *node]
     found = slurm.command([], 2, machines=3, environ={})
     assert found[1:4] == ["--nodes=3", "--ntasks=3", "--cpus-per-task=2"]
-    assert found[-1] == "--machines=3"
+    assert found[-2:] == ["--machines=3", "--slurm"]
     found = slurm.command(["--gpus=2"], 2, environ={"SLURM_JOB_ID": "7"})
     assert found == ["/bin/srun", *own, "--exact", "--gpus=2", *node]
 
@@ -62,6 +63,24 @@ def test_a_machine_without_slurm_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match="no srun"):
         slurm.command([], 1, {})
+
+
+def test_options_that_the_connection_does_not_bear_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    with pytest.raises(UserError, match="--label changes the lines"):
+        slurm.command(["--label"], 1, environ={})
+    with pytest.raises(UserError, match="scheduling_strategy of the actors is RankZero's own"):
+        ray_actor.command("auto", ["scheduling_strategy=SPREAD"], 1, machines=2)
+
+
+def test_other_numbers_of_tasks_than_the_trials_are_refused() -> None:
+    words = [sys.executable, "-m", "rankzero.tuning.places.node", "--machines=1", "--slurm"]
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+    environ = {**os.environ, **step}
+    done = subprocess.run(words, check=False, env=environ, capture_output=True, text=True)
+    assert done.returncode == 1 and "srun started 2 tasks on 1 machines" in done.stderr
 
 
 def test_options_of_a_cluster_without_one_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ import dataclasses
 import os
 import pickle
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -113,7 +114,7 @@ class Lines:
 
     def __init__(self, reading: int, writing: int, number: int = 0) -> None:
         self.reading, self._writing, self._number = reading, writing, number
-        self._left, self._begun = b"", dict[bytes, bytes]()
+        self._left, self._begun = b"", dict[bytes, list[bytes]]()
 
     def send(self, message: Message) -> None:
         """Write a message; wait until the other end has room. Raises OSError without one."""
@@ -133,8 +134,9 @@ class Lines:
 
         Raises EOFError if the other end is gone and has left nothing.
         """
-        lines = list[bytes]()
-        while not lines and wait([self.reading], seconds):
+        messages = list[Message]()
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while not messages and wait([self.reading], _left_until(deadline)):
             try:
                 content = os.read(self.reading, _CHUNK_BYTES)
             except ConnectionError:
@@ -142,15 +144,17 @@ class Lines:
             if not content:
                 raise EOFError
             *lines, self._left = (self._left + content).split(b"\n")
-        whole = map(self._joined, [line for line in lines if line.startswith(_MARK)])
-        # From the user's own process: see the top of this file.
-        return [pickle.loads(base64.b64decode(text)) for text in whole if text]  # noqa: S301
+            whole = map(self._joined, [line for line in lines if line.startswith(_MARK)])
+            # From the user's own process: see the top of this file.
+            messages = [pickle.loads(base64.b64decode(text)) for text in whole if text]  # noqa: S301
+        return messages
 
     def _joined(self, line: bytes) -> bytes:
         """Return the text of a message with its last part, and nothing before that."""
         number, _, text = line[len(_MARK) :].partition(b":")
-        begun = self._begun.pop(number, b"") + text[1:]
-        if text[:1] == _LAST:
-            return begun
-        self._begun[number] = begun
-        return b""
+        self._begun.setdefault(number, []).append(text[1:])
+        return b"".join(self._begun.pop(number)) if text[:1] == _LAST else b""
+
+
+def _left_until(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())

@@ -74,8 +74,14 @@ class _Node:
                 self._lines.send(Answer(self._described(message)))
         elif isinstance(message, Run):
             folder = self._folder / message.folder.name
-            mirror.write_all(message.files, folder)
             logs = message.logs.relative_to(message.folder)
+            # Logs of earlier trainings are of the first machine.
+            known = {
+                name: content
+                for name, content in message.files.items()
+                if self._step.number == 0 or not Path(name).is_relative_to(logs)
+            }
+            mirror.write_all(known, folder)
             self._trial = folder, Mirror(folder, self._step.number, str(logs))
             request = _moved(message.request, message.folder.parent, self._folder)
             topology = self._topology(message.topology)
@@ -140,20 +146,25 @@ def _step() -> Step:
     """Return the machines of this host, and this one's number. Raises UserError."""
     parser = argparse.ArgumentParser(prog="node")
     parser.add_argument("--machines", type=int, default=1)
-    # Those of Slurm are in the variables of its step.
+    # Those of Slurm are in the variables of its step. An actor of Ray may have them, too.
     parser.add_argument("--first", help="an address of the first machine")
     parser.add_argument("--job", default="")
     parser.add_argument("--number", type=int, default=0)
+    parser.add_argument("--slurm", action="store_true")
     given = parser.parse_args()
-    if given.machines == 1:
+    count = given.machines
+    if given.slurm:
+        names = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"
+        found = [os.environ.get(name) for name in names]
+        if found != [str(count), str(count)]:
+            raise UserError(
+                f"srun started {found[0]} tasks on {found[1]} machines, and a trial has {count}: "
+                "leave out -n and -N, and give --nnodes"
+            )
+        return machines.of_slurm(os.environ) or Step(ALONE, 0)
+    if count == 1:
         return Step(ALONE, 0)
-    if given.first is not None:
-        all_machines = Machines(given.machines, given.machines, given.first, given.job, None)
-        return Step(all_machines, given.number)
-    step = machines.of_slurm(os.environ)
-    if step is None or step.machines.most != given.machines:
-        raise UserError(f"srun started no task on each of {given.machines} machines: leave out -N")
-    return step
+    return Step(Machines(count, count, given.first, given.job, None), given.number)
 
 
 @contextlib.contextmanager

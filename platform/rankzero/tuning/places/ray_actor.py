@@ -35,6 +35,8 @@ _THREADS = "OMP_NUM_THREADS"
 _OF_ONE_MACHINE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 # With another value the connection would hang, or the actor outlive the search.
 _OWN = {"lifetime", "max_concurrency", "max_restarts", "name"}
+# A placement group decides on the machines of a trial with several.
+_OWN_OF_GROUPS = {"label_selector", "placement_group", "scheduling_strategy"}
 
 
 def command(address: str, options: Sequence[str], processes: int, machines: int = 1) -> list[str]:
@@ -43,7 +45,8 @@ def command(address: str, options: Sequence[str], processes: int, machines: int 
     `options`: of each actor, such as ``num_cpus=4``. `processes`: of each trial on each of its
     `machines`; an actor has a processor for each by default, and a GPU where the cluster has some.
     """
-    if taken := sorted(_OWN & config.parse_assignments(options).keys()):
+    own_choices = _OWN | (_OWN_OF_GROUPS if machines > 1 else set())
+    if taken := sorted(own_choices & config.parse_assignments(options).keys()):
         raise UserError(f"{taken[0]} of the actors is RankZero's own choice: leave it out")
     if importlib.util.find_spec("ray") is None:
         raise UserError("--ray needs Ray: pip install 'rankzero[ray]'")
@@ -58,7 +61,8 @@ class Node:
         """Return the address of its machine, as Ray knows it."""
         import ray
 
-        return str(ray.util.get_node_ip_address())
+        address = str(ray.util.get_node_ip_address())
+        return f"[{address}]" if ":" in address else address
 
     def start(
         self, folder: str, environ: Mapping[str, str], processes: int, words: Sequence[str]
@@ -167,7 +171,10 @@ def _machines(ray: Any, chosen: Mapping[str, Any], count: int) -> list[dict[str,
 
     needs = {"CPU": chosen["num_cpus"], "GPU": chosen.get("num_gpus", 0)}
     needs |= {"memory": chosen.get("memory", 0), **chosen.get("resources", {})}
-    bundle = {name: amount for name, amount in needs.items() if amount}
+    if kind := chosen.get("accelerator_type"):
+        needs[f"accelerator_type:{kind}"] = 0.001  # as Ray itself asks for it
+    # A group cannot ask for nothing.
+    bundle = {name: amount for name, amount in needs.items() if amount} or {"CPU": 0.001}
     group = placement_group([bundle] * count, strategy="STRICT_SPREAD")
     ray.get(group.ready())
     return [

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import shlex
 import shutil
 import signal
@@ -42,6 +43,9 @@ from rankzero.tuning.trials.describe import ExperimentDescription
 
 _PATIENCE_SECONDS = 5.0  # before the user is told what the search waits for
 _END_SECONDS = 15.0  # for the host and the cluster's command to end by themselves
+_LAST_SECONDS = 60.0  # from the end of a trial on one machine to its end on the last one
+# With them srun would not pass on whole lines as they are.
+_CHANGE_LINES = ("SLURM_LABELIO", "SLURM_UNBUFFEREDIO")
 _MOST_ERROR_BYTES = 2000
 # Seconds before each further start on a cluster that has started this host before. A cluster may
 # take five minutes to see that a machine is gone, and choose it again until then.
@@ -53,7 +57,8 @@ class RemoteHost:
 
     `place`: the cluster, for people. `notify`: prints a line. `machines`: how many it starts; they
     train each trial together. `restart_seconds`: if it does not start, but the command has started
-    a host before, it waits for so long before each further try.
+    a host before, it waits for so long before each further try. `last_seconds`: from the end of a
+    trial on one machine to that on the last one; after that, the host is lost.
     """
 
     _known_to_start: ClassVar[set[tuple[str, ...]]] = set()
@@ -66,15 +71,17 @@ class RemoteHost:
         notify: Callable[[str], None],
         machines: int = 1,
         restart_seconds: Sequence[float] = _RESTART_SECONDS,
+        last_seconds: float = _LAST_SECONDS,
     ) -> None:
         self._command, self._libraries = tuple(command), tuple(libraries)
         self._place, self._notify, self._machines = place, notify, machines
         self._missing, self._training = 0, 0
         self._process: subprocess.Popen[bytes] | None = None
         self._began_waiting: float | None = None
-        self._restart_seconds = tuple(restart_seconds)
+        self._restart_seconds, self._last_seconds = tuple(restart_seconds), last_seconds
         self._waits, self._start_at = list[float](), math.inf
         self._trial: Run | None = None
+        self._lost_at = math.inf
         self.was_lost = False
 
     def describe(
@@ -107,7 +114,7 @@ class RemoteHost:
     ) -> None:
         """Have every rank run `entry(request)`; return at once. See `has_ended`."""
         self.was_lost, self._training = False, self._machines
-        self._waits = list(self._restart_seconds)
+        self._waits, self._lost_at = list(self._restart_seconds), math.inf
         self._trial = Run(entry, topology, request, logs, folder, mirror.contents(folder))
         self._send(self._trial)
 
@@ -137,6 +144,11 @@ class RemoteHost:
                 self._take(message)
             if not self._training:
                 return True
+            if time.monotonic() >= self._lost_at:
+                text = "trained on without the others: see node_1 and the like in its logs"
+                self._notify(f"one of {self._machines} machines of {self._place} {text}")
+                self._end()
+                break
             if time.monotonic() >= deadline:
                 return False
         self.was_lost = True
@@ -218,6 +230,7 @@ class RemoteHost:
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 stderr=self._errors,
+                env={key: text for key, text in os.environ.items() if key not in _CHANGE_LINES},
                 # Ctrl-C in the terminal reaches the search alone, which stops its trials.
                 start_new_session=True,
             )
@@ -242,6 +255,7 @@ class RemoteHost:
             mirror.apply(message, self._trial.folder)
         elif isinstance(message, Ended):
             self._training -= 1
+            self._lost_at = time.monotonic() + self._last_seconds
             self.was_lost |= message.was_lost
 
     def _end(self) -> str:
@@ -249,17 +263,22 @@ class RemoteHost:
 
         Returns the last words of the command, and so of the cluster.
         """
-        process, was_starting, self._process = self._process, self.is_starting, None
+        process = self._process
         assert process is not None
         self._socket.close()
-        if was_starting:
+        if self.is_starting:
             process.terminate()  # In a queue it does not read its input.
-        for end in (process.terminate, process.kill):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_END_SECONDS)
-                break
-            end()
-        process.wait()
+        try:
+            for end in (process.terminate, process.kill):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_SECONDS)
+                    break
+                end()
+        finally:
+            # Ctrl-C may have come while it waited.
+            process.kill()
+            process.wait()
+            self._process = None
         self._missing, self._began_waiting = 0, None
         with self._errors as errors:
             errors.seek(0)

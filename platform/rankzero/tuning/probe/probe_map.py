@@ -31,6 +31,7 @@ from rankzero.tuning.probe.speed_knobs import Effect
 from rankzero.tuning.probe.worker import ProbeRequest
 from rankzero.tuning.space import BATCH_INDEX, PRECISION, Space, devices_text, settings_text
 from rankzero.tuning.trials.describe import ExperimentDescription
+from rankzero.tuning.trials.follower import GIVE_UP_SECONDS
 from rankzero.tuning.trials.host import Host
 
 _BELOW = 2  # the map starts at the user's batch size over this
@@ -160,6 +161,7 @@ def _measure_once(
     topology = Topology(request.subject.processes, silence_seconds=silence_seconds)
     folder = request.results.parent
     host.run(worker.main, topology, request, logs, folder)
+    give_up = math.inf
     while not has_ended:
         has_ended = host.has_ended(_POLL_SECONDS)
         lines = _lines(request.results)
@@ -170,9 +172,12 @@ def _measure_once(
         shown = len(lines)
         if host.is_starting:
             last_sign = time.monotonic()
+        if not has_ended and time.monotonic() > give_up:
+            host.close()
+            break
         if not has_ended and time.monotonic() - last_sign > silence_seconds:
             # Infinite, so that it is killed once.
-            last_sign = math.inf
+            last_sign, give_up = math.inf, time.monotonic() + GIVE_UP_SECONDS
             reason = f"no result for {silence_seconds:.0f} s (--silence-seconds)"
             failure = Failure(time.time(), -1, reason, "", FailureKind.HANG)
             failures.write(failure, request.failures)
@@ -261,5 +266,7 @@ def _key(reference: Experiment, described: ExperimentDescription, experiment_fil
         described.device,
         described.driver,
         version("torch"),
+        # An older version's map is of one machine.
+        *([described.machines] if described.machines > 1 else ()),
     )
     return hashlib.sha256(repr(what).encode()).hexdigest()[:16]

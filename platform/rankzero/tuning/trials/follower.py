@@ -32,7 +32,7 @@ from rankzero.tuning.trial import State
 from rankzero.tuning.trials.launcher import LaunchedTrial, TrainLauncher
 
 _TICK_SECONDS = 0.05
-_GIVE_UP_SECONDS = 60.0  # from the kill of a silent trial to the end of its host
+GIVE_UP_SECONDS = 60.0  # from the kill of a silent trial, or cell, to the end of its host
 # A trial is measured and not kept.
 _TRIAL_SETTINGS = {
     "train.checkpoints.save_every": 0,
@@ -183,7 +183,7 @@ def _follow(
             stop_reason, last_sign = f"no sign of life for {silence_seconds:.0f} s", math.inf
             run.kill(stop_reason)
             killed = time.monotonic()
-        elif time.monotonic() - killed > _GIVE_UP_SECONDS:
+        elif time.monotonic() - killed > GIVE_UP_SECONDS:
             # Its machine may be frozen, or cut off.
             run.give_up()
         yield None
