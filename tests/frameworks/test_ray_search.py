@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from frameworks.examples import SECONDS, needs
+from rankzero.errors import RESUMABLE
 from rankzero.events import RunStarted
 from rankzero.run_store.folder import RunFolder
 from rankzero.tuning.options import default_storage
@@ -20,7 +21,7 @@ from rankzero.tuning.places import ray_actor
 from rankzero.tuning.places.remote_host import RemoteHost
 from rankzero.tuning.study import find_study
 from support.commands import TINY, Command, events, tracked, wait_until
-from support.ray_cluster import Cluster, nodes, running
+from support.ray_cluster import Cluster, nodes, of_ray, running
 from support.remote_trials import (
     TIMELESS,
     assert_same_results,
@@ -91,6 +92,37 @@ def test_a_search_whose_trials_have_two_machines(rankzero: Command, cluster: Clu
     assert begun.environment["rankzero.world_size"] == "2" and trial.system(1).exists()
     assert tracked(trial).status == "FINISHED"
     wait_until(lambda: not nodes())
+
+
+def test_a_training_on_two_machines_stops_and_continues(
+    rankzero: Command, cluster: Cluster
+) -> None:
+    cluster.add_machine()
+    words = ("train", str(TINY), "--name", "run", "--ray", cluster.address, "--nnodes", 2)
+    settings = ("train.steps=200", "step_seconds=0.05")
+    # Cold: the command is replaced by another program.
+    process = rankzero.start(*words, *settings, "--", "num_cpus=2", cold=True)
+    rankzero.wait_for_step(20)
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == RESUMABLE, printed
+    assert printed.count("experiment") < 3, "the second machine is silent"
+    (folder,) = rankzero.runs
+    assert tracked(folder).status == "KILLED"
+    again = (*words, "--resume-if-there", *settings[:1], "step_seconds=0.001")
+    code, printed = rankzero(*again, cold=True)
+    assert code == 0, printed
+    assert tracked(folder).status == "FINISHED" and folder.system(1).exists()
+    wait_until(lambda: not of_ray("-m rankzero train"))
+
+
+def test_a_repeat_in_an_actor(rankzero: Command, cluster: Cluster) -> None:
+    words = ("repeat", str(TINY), "--seeds", 2, "--ray", cluster.address, "--name", "r")
+    code, printed = rankzero(*words, cold=True)
+    assert code == 0, printed
+    assert tracked(RunFolder(rankzero.folder / "mlruns/runs/r")).status == "FINISHED"
+    code, printed = rankzero("train", str(TINY), "lx=1", "--ray", cluster.address, cold=True)
+    assert code == 2 and "unknown key 'lx'" in printed
 
 
 def test_hosts_of_one_machine_have_gpus_of_their_own(cluster: Cluster) -> None:

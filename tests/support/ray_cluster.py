@@ -49,15 +49,28 @@ def running(environ: Mapping[str, str] = os.environ) -> Iterator[Cluster]:
         try:
             yield Cluster(folder, environ)
         finally:
-            subprocess.run([*RAY, "stop", "--force"], capture_output=True, check=True)
+            # Ray's own command to stop ends the daemons of all clusters.
+            _kill_all(folder)
+
+
+def _kill_all(folder: str) -> None:
+    for process in psutil.process_iter(["cmdline"]):
+        if any(folder in word for word in process.info["cmdline"] or ()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def nodes() -> list[psutil.Process]:
-    """Return the processes of hosts, on all machines of Ray. Slurm's have none of its variables."""
+    """Return the processes of hosts, on all machines of Ray."""
+    return of_ray("rankzero.tuning.places.node")
+
+
+def of_ray(words: str) -> list[psutil.Process]:
+    """Return the processes with these words that actors started. Slurm's lack Ray's variables."""
     of_all = psutil.process_iter(["cmdline", "environ"])
     return [
         one
         for one in of_all
-        if "rankzero.tuning.places.node" in (one.info["cmdline"] or ())
+        if words in " ".join(one.info["cmdline"] or ())
         and "RAY_JOB_ID" in (one.info["environ"] or ())
     ]

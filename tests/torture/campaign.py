@@ -40,8 +40,7 @@ from torture.scenarios.training import SETTINGS, TINY
 from torture.servers import Server
 
 # These scenarios use all processor time, so another one at the same time would miss its deadlines.
-# Ray's own command to stop ends all of its processes.
-ALONE = ("crowd", "ray search")
+ALONE = ("crowd",)
 # A run, with its launcher, recorder and courier, takes three quarters of a gigabyte.
 LEAST_CROWD, RUN_BYTES = 12, 900 << 20
 

@@ -64,7 +64,7 @@ def test_a_repeat_is_one_task(rankzero: Command, srun: Path) -> None:
         ((*TRAIN, "lx=1"), "unknown key 'lx'"),
         ((*REPEAT, "lx=1"), "unknown key 'lx'"),
         ((*TRAIN, "--nnodes", "2"), "-- --nodes 2"),
-        (("train", str(TINY), "--", "--nodes", "2"), "give --slurm, too"),
+        (("train", str(TINY), "--", "--nodes", "2"), "give --slurm or --ray, too"),
     ],
 )
 @pytest.mark.usefixtures("srun")

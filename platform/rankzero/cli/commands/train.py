@@ -9,7 +9,7 @@ from rankzero import config, experiment_file
 from rankzero.catalog import lookup
 from rankzero.cli import launch_run, options
 from rankzero.cli.commands import resume
-from rankzero.cli.submit import srun
+from rankzero.cli.submit import ray_run, srun
 from rankzero.errors import FINISHED, UserError
 from rankzero.experiment import Experiment
 from rankzero.launch import agent
@@ -19,7 +19,7 @@ from rankzero.run_store.attempt import sole_launcher
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_training(parser)
-    srun.add_argument(parser)
+    srun.add_clusters(parser)
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +36,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    ray_run.become(arguments)
     srun.become(arguments, srun.one_task_per_machine())
     experiment = experiment_of(arguments)
     machines = options.machines_of(arguments)

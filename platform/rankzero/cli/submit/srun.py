@@ -13,10 +13,13 @@ from rankzero.errors import UserError
 from rankzero.launch.machines import OF_TORCHRUN
 
 
-def add_argument(parser: argparse.ArgumentParser) -> None:
-    """Add ``--slurm``."""
+def add_clusters(parser: argparse.ArgumentParser) -> None:
+    """Add ``--slurm`` and ``--ray``."""
+    group = parser.add_mutually_exclusive_group()
     to = "on Slurm's machines, until the end; the words after -- are options of srun"
-    parser.add_argument("--slurm", action="store_true", help=to)
+    group.add_argument("--slurm", action="store_true", help=to)
+    to = "on machines of the Ray cluster at ADDRESS, or auto; the words after -- are options of an "
+    group.add_argument("--ray", metavar="ADDRESS", help=f"{to}actor")
 
 
 def become(
@@ -29,7 +32,7 @@ def become(
     """
     if not arguments.slurm:
         if arguments.after:
-            raise UserError("the words after -- are options of srun: give --slurm, too")
+            raise UserError("the words after -- are for a cluster: give --slurm or --ray, too")
         return
     if not known:
         options.check_settings(arguments)
@@ -51,7 +54,7 @@ def command(
     if any(word.startswith(("--nn", "--rdzv-e")) for word in arguments.words):
         raise UserError("srun knows the machines: give it their number, -- --nodes 2")
     parser = argparse.ArgumentParser(add_help=False)
-    add_argument(parser)
+    parser.add_argument("--slurm", action="store_true")
     _, words = parser.parse_known_args(arguments.words)
     # All machines must use one name, and each would invent another.
     words += [] if named else ["--name", name]

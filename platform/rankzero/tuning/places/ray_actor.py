@@ -5,6 +5,8 @@ A host of several machines has an actor on each, in a placement group: Ray start
     search ── standard input and output ──▶ this program ── Ray ──▶ actor ── pipe ──▶ places.node
 
 It does for Ray what `srun` does for Slurm. Ray places the actor, and ends it with this program.
+`rankzero train --ray` has its own command in the node's place: its output is shown, and signals are
+passed on.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import importlib.util
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,6 +33,8 @@ from rankzero.errors import UserError
 _CHUNK_BYTES = 1 << 20
 _MOST_ERROR_BYTES = 2000
 _CONNECT_SECONDS = 10.0
+_SIGNAL_SECONDS = 0.5
+NODE = "rankzero.tuning.places.node"
 _THREADS = "OMP_NUM_THREADS"
 # Ray gives the actor some of its machine's GPUs. Those of the search's machine are others.
 _OF_ONE_MACHINE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -39,11 +44,18 @@ _OWN = {"lifetime", "max_concurrency", "max_restarts", "name"}
 _OWN_OF_GROUPS = {"label_selector", "placement_group", "scheduling_strategy"}
 
 
-def command(address: str, options: Sequence[str], processes: int, machines: int = 1) -> list[str]:
-    """Return the command that starts a host. Raises UserError without Ray.
+def command(
+    address: str,
+    options: Sequence[str],
+    processes: int,
+    machines: int = 1,
+    training: Sequence[str] = (),
+) -> list[str]:
+    """Return the command that starts a host, or a `training`. Raises UserError without Ray.
 
     `options`: of each actor, such as ``num_cpus=4``. `processes`: of each trial on each of its
     `machines`; an actor has a processor for each by default, and a GPU where the cluster has some.
+    `training`: the words after ``python`` that each machine runs instead.
     """
     own_choices = _OWN | (_OWN_OF_GROUPS if machines > 1 else set())
     if taken := sorted(own_choices & config.parse_assignments(options).keys()):
@@ -51,6 +63,7 @@ def command(address: str, options: Sequence[str], processes: int, machines: int 
     if importlib.util.find_spec("ray") is None:
         raise UserError("--ray needs Ray: pip install 'rankzero[ray]'")
     own = ["--address", address, "--processes", str(processes), "--machines", str(machines)]
+    own += ["--training", json.dumps(training)] if training else []
     return [sys.executable, "-m", "rankzero.tuning.places.ray_actor", *own, "--", *options]
 
 
@@ -67,19 +80,22 @@ class Node:
     def start(
         self, folder: str, environ: Mapping[str, str], processes: int, words: Sequence[str]
     ) -> None:
-        """Start the node with the search's folder and variables, as `srun` does.
+        """Start ``python`` with these words, and with the caller's folder and variables.
 
-        `words`: of the node's command.
+        A training shows its errors, and stops if the actor is killed.
         """
+        trains = NODE not in words
+        setpriv = shutil.which("setpriv") if trains else None
+        prefix = () if setpriv is None else (setpriv, "--pdeathsig", "TERM")
         # Ray sets it for one process with all the actor's processors.
         threads = max(1, int(os.environ.get(_THREADS, "1")) // processes)
         own = {_THREADS: environ.get(_THREADS, str(threads))}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - It lives as long as the node.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rankzero.tuning.places.node", *words],
+            [*prefix, sys.executable, *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._errors,
+            stderr=subprocess.STDOUT if trains else self._errors,
             bufsize=0,
             cwd=folder if Path(folder).is_dir() else None,
             env={**environ, **os.environ, **own},
@@ -99,6 +115,11 @@ class Node:
         assert self._process.stdout is not None
         return os.read(self._process.stdout.fileno(), _CHUNK_BYTES)
 
+    def stop(self) -> None:
+        """Ask the training to stop, as Ctrl-C does."""
+        # Ray's workers ignore SIGINT, and so do their children.
+        self._process.terminate()
+
     def end(self) -> tuple[int, str]:
         """Return the node's exit status, and its last words, once it has ended."""
         status = self._process.wait()
@@ -112,6 +133,7 @@ def main() -> int:
     parser.add_argument("--address", required=True)
     parser.add_argument("--processes", type=int, required=True)
     parser.add_argument("--machines", type=int, default=1)
+    parser.add_argument("--training", type=json.loads, default=[])
     parser.add_argument("options", nargs="*")
     arguments = parser.parse_args()
     output = os.dup(1)
@@ -122,14 +144,19 @@ def main() -> int:
     try:
         _refuse_unreachable(arguments.address)
         ray.init(arguments.address, log_to_driver=False, logging_level="error")
-        nodes = _start(ray, arguments)
-        threading.Thread(target=_pass_on, args=(ray.get, nodes), daemon=True).start()
-        status, words = _pass_back(ray, nodes, output)
+        nodes, received = _start(ray, arguments), list[int]()
+        if arguments.training:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, lambda number, _: received.append(number))
+        else:
+            threading.Thread(target=_pass_on, args=(ray.get, nodes), daemon=True).start()
+        ends = _pass_back(ray, nodes, output, received, trains=bool(arguments.training))
+        status, words = max(ends, key=lambda end: abs(end[0]))
     except Exception as error:
         # The search quotes it.
         status, words = 1, f"{arguments.address}: {type(error).__name__}: {error}"
-    print(words, file=sys.stderr, flush=True)
-    return int(status)
+    print(words, end="\n" if words else "", file=sys.stderr, flush=True)
+    return status if status >= 0 else 128 - status  # as a shell reports a signal
 
 
 def _refuse_unreachable(address: str) -> None:
@@ -150,17 +177,19 @@ def _start(ray: Any, arguments: argparse.Namespace) -> list[Any]:
     chosen.update((name, _value(text)) for name, text in given.items())
     places: list[dict[str, Any]] = [{}] if count == 1 else _machines(ray, chosen, count)
     nodes = [ray.remote(Node).options(**chosen, **place).remote() for place in places]
-    meeting: list[str] = []
-    if count > 1:
-        meeting = ["--first", ray.get(nodes[0].address.remote()), "--job", secrets.token_hex(8)]
+    first, job = ray.get(nodes[0].address.remote()), secrets.token_hex(8)
     own = {name: text for name, text in os.environ.items() if name not in _OF_ONE_MACHINE}
-    words = [f"--machines={count}", *meeting]
-    ray.get(
-        [
-            node.start.remote(str(Path.cwd()), own, processes, [*words, f"--number={number}"])
-            for number, node in enumerate(nodes)
-        ]
-    )
+    words = [*arguments.training] or ["-m", NODE, f"--machines={count}", "--first", first]
+    if arguments.training and count > 1:
+        port = 20_000 + secrets.randbelow(10_000)  # below those that Linux gives to clients
+        words += ["--nnodes", str(count), "--rdzv-endpoint", f"{first}:{port}", "--rdzv-id", job]
+    each = [
+        words if arguments.training else [*words, "--job", job, "--number", str(number)]
+        for number in range(count)
+    ]
+    folder = str(Path.cwd())
+    started = zip(nodes, each, strict=True)
+    ray.get([node.start.remote(folder, own, processes, words) for node, words in started])
     return nodes
 
 
@@ -208,27 +237,40 @@ def _pass_on(get: Callable[[Any], None], nodes: Sequence[Any]) -> None:
             return  # The other direction reports the actor's end.
 
 
-def _pass_back(ray: Any, nodes: Sequence[Any], output: int) -> tuple[int, str]:
-    """Pass the nodes' messages on to the search, in whole lines; return how they ended."""
+def _pass_back(
+    ray: Any, nodes: Sequence[Any], output: int, received: list[int], *, trains: bool
+) -> list[tuple[int, str]]:
+    """Pass the nodes' output on in whole lines, and signals to them; return how they ended.
+
+    A node that fails ends the others, but where it trains: its ranks agree on the end.
+    """
     left = [b"" for _ in nodes]
     reads = {node.read.remote(): number for number, node in enumerate(nodes)}
     ends: list[tuple[int, str]] = []
     while reads:
-        (done, *_), _ = ray.wait(list(reads))
-        number, content = reads.pop(done), ray.get(done)
+        while received:
+            received.pop()
+            ray.get([node.stop.remote() for node in nodes])
+        # A handler of Python may have to wait for the end of a call.
+        ready, _ = ray.wait(list(reads), timeout=_SIGNAL_SECONDS)
+        if not ready:
+            continue
+        number, content = reads.pop(ready[0]), ray.get(ready[0])
         if not content:
             ends.append(ray.get(nodes[number].end.remote()))
-            if ends[-1][0]:
+            os.write(output, left[number])
+            if ends[-1][0] and not trains:
                 break
             continue
-        # The node ends with its input, and cleans up. Ray would kill it.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if not trains:
+            # The node ends with its input, and cleans up. Ray would kill it.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         lines, newline, left[number] = (left[number] + content).rpartition(b"\n")
         whole = memoryview(lines + newline)
         while whole:
             whole = whole[os.write(output, whole) :]
         reads[nodes[number].read.remote()] = number
-    return ends[-1]
+    return ends
 
 
 if __name__ == "__main__":
