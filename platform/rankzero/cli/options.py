@@ -249,6 +249,8 @@ def run_name(arguments: argparse.Namespace, kind: str = "") -> str:
     """Return the name of ``--name``, or a new one that begins with `kind`."""
     if arguments.run_name is not None:
         return names.checked_run(arguments.run_name)
+    if getattr(arguments, "resume_if_there", False):
+        raise UserError("--resume-if-there needs the name of the run: add --name NAME")
     return new_name(arguments.dir / "runs", kind)
 
 

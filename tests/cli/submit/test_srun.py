@@ -64,6 +64,9 @@ def test_a_repeat_is_one_task(rankzero: Command, srun: Path) -> None:
         ((*TRAIN, "lx=1"), "unknown key 'lx'"),
         ((*REPEAT, "lx=1"), "unknown key 'lx'"),
         ((*TRAIN, "--nnodes", "2"), "-- --nodes 2"),
+        ((*TRAIN, "--resume-if-there"), "add --name NAME"),
+        (("train", str(TINY), "--ray", "auto", "--resume-if-there"), "add --name NAME"),
+        (("train", str(TINY), "--ray", "auto", "--nnodes", "1:2"), "--nnodes 2"),
         (("train", str(TINY), "--", "--nodes", "2"), "give --slurm or --ray, too"),
     ],
 )

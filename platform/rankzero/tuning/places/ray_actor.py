@@ -12,6 +12,7 @@ passed on.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -23,17 +24,21 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rankzero import config
-from rankzero.errors import UserError
+from rankzero.errors import FINISHED, NOT_DELIVERED, RESUMABLE, UserError
+from rankzero.launch.signals import handled_signals
 
 _CHUNK_BYTES = 1 << 20
 _MOST_ERROR_BYTES = 2000
 _CONNECT_SECONDS = 10.0
 _SIGNAL_SECONDS = 0.5
+_PATIENCE_SECONDS = 5.0
+_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_NO_FAILURES = (FINISHED, NOT_DELIVERED, RESUMABLE)
 NODE = "rankzero.tuning.places.node"
 _THREADS = "OMP_NUM_THREADS"
 # Ray gives the actor some of its machine's GPUs. Those of the search's machine are others.
@@ -129,14 +134,7 @@ class Node:
 
 def main() -> int:
     """Connect the search with a node in each actor, until one of them fails or all have ended."""
-    parser = argparse.ArgumentParser(prog="ray_actor")
-    parser.add_argument("--address", required=True)
-    parser.add_argument("--processes", type=int, required=True)
-    parser.add_argument("--machines", type=int, default=1)
-    parser.add_argument("--training", type=json.loads, default=[])
-    parser.add_argument("options", nargs="*")
-    arguments = parser.parse_args()
-    output = os.dup(1)
+    arguments, output = _parse(), os.dup(1)
     # Words of Ray are no message.
     os.dup2(2, 1)
     import ray
@@ -144,19 +142,47 @@ def main() -> int:
     try:
         _refuse_unreachable(arguments.address)
         ray.init(arguments.address, log_to_driver=False, logging_level="error")
-        nodes, received = _start(ray, arguments), list[int]()
+        with _waiting(bool(arguments.training)):
+            nodes = _start(ray, arguments)
+        received = list[int]()
         if arguments.training:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, lambda number, _: received.append(number))
+            for one in handled_signals(_STOP):
+                signal.signal(one, lambda number, _: received.append(number))
         else:
             threading.Thread(target=_pass_on, args=(ray.get, nodes), daemon=True).start()
         ends = _pass_back(ray, nodes, output, received, trains=bool(arguments.training))
-        status, words = max(ends, key=lambda end: abs(end[0]))
+        # A machine may stop with a checkpoint because another has failed.
+        status, words = max(ends, key=lambda end: (end[0] not in _NO_FAILURES, abs(end[0])))
+    except (KeyboardInterrupt, SystemExit):
+        status, words = 1, "interrupted"
     except Exception as error:
         # The search quotes it.
         status, words = 1, f"{arguments.address}: {type(error).__name__}: {error}"
     print(words, end="\n" if words else "", file=sys.stderr, flush=True)
     return status if status >= 0 else 128 - status  # as a shell reports a signal
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="ray_actor")
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--processes", type=int, required=True)
+    parser.add_argument("--machines", type=int, default=1)
+    parser.add_argument("--training", type=json.loads, default=[])
+    parser.add_argument("options", nargs="*")
+    return parser.parse_args()
+
+
+@contextlib.contextmanager
+def _waiting(shows: bool) -> Iterator[None]:
+    """Print after some seconds that a training waits for its machines. A search does so itself."""
+    words = ("waiting for machines of Ray: `ray status` shows why",)
+    timer = threading.Timer(_PATIENCE_SECONDS, print, words, {"file": sys.stderr, "flush": True})
+    if shows:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _refuse_unreachable(address: str) -> None:
@@ -180,7 +206,9 @@ def _start(ray: Any, arguments: argparse.Namespace) -> list[Any]:
     first, job = ray.get(nodes[0].address.remote()), secrets.token_hex(8)
     own = {name: text for name, text in os.environ.items() if name not in _OF_ONE_MACHINE}
     words = [*arguments.training] or ["-m", NODE, f"--machines={count}", "--first", first]
-    if arguments.training and count > 1:
+    if "train" in arguments.training[:3] and count == 1:
+        words += ["--nnodes", "1"]  # Variables of Slurm that the actor has mean other machines.
+    elif arguments.training and count > 1:
         port = 20_000 + secrets.randbelow(10_000)  # below those that Linux gives to clients
         words += ["--nnodes", str(count), "--rdzv-endpoint", f"{first}:{port}", "--rdzv-id", job]
     each = [
@@ -258,7 +286,7 @@ def _pass_back(
         number, content = reads.pop(ready[0]), ray.get(ready[0])
         if not content:
             ends.append(ray.get(nodes[number].end.remote()))
-            os.write(output, left[number])
+            _write(output, left[number], trains)
             if ends[-1][0] and not trains:
                 break
             continue
@@ -266,11 +294,21 @@ def _pass_back(
             # The node ends with its input, and cleans up. Ray would kill it.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         lines, newline, left[number] = (left[number] + content).rpartition(b"\n")
-        whole = memoryview(lines + newline)
-        while whole:
-            whole = whole[os.write(output, whole) :]
+        _write(output, lines + newline, trains)
         reads[nodes[number].read.remote()] = number
     return ends
+
+
+def _write(output: int, content: bytes, trains: bool) -> None:
+    left = memoryview(content)
+    try:
+        while left:
+            left = left[os.write(output, left) :]
+    except OSError:
+        # The reader has gone, as in `| head`. A training goes on without it.
+        if not trains:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
 
 
 if __name__ == "__main__":

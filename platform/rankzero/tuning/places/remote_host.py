@@ -43,7 +43,8 @@ from rankzero.tuning.trials.describe import ExperimentDescription
 
 _PATIENCE_SECONDS = 5.0  # before the user is told what the search waits for
 _END_SECONDS = 15.0  # for the host and the cluster's command to end by themselves
-_LAST_SECONDS = 60.0  # from the end of a trial on one machine to its end on the last one
+_CANCEL_SECONDS = 2.0
+_LAST_SECONDS = 90.0  # from the end of a trial on one machine to its end on the last one
 # With them srun would not pass on whole lines as they are.
 _CHANGE_LINES = ("SLURM_LABELIO", "SLURM_UNBUFFEREDIO")
 _MOST_ERROR_BYTES = 2000
@@ -275,7 +276,11 @@ class RemoteHost:
                     break
                 end()
         finally:
-            # Ctrl-C may have come while it waited.
+            if process.poll() is None:
+                # Ctrl-C came while it waited. srun needs a moment to cancel its job.
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_CANCEL_SECONDS)
             process.kill()
             process.wait()
             self._process = None
