@@ -107,11 +107,13 @@ def test_trials_on_other_machines_end_with_a_killed_search(
     run_locks.claim(own, 0)  # A trial whose ranks still live writes its end by itself.
     rank0(folder, 40, 0.05, "die").communicate()
 
-    def record() -> RunRecord:
-        return next(one for one in list_runs(sqlite) if one.name == "trial")
+    def failed() -> list[RunRecord]:
+        runs = [one for one in list_runs(sqlite) if one.name == "trial"]
+        return [one for one in runs if one.status == "FAILED"]
 
-    until(lambda: record().status == "FAILED")
-    assert last(trial).status == "FAILED" and curve(sqlite, record().run_id) == [1, 2, 3, 4, 5]
+    until(failed)
+    assert last(trial).status == "FAILED"
+    assert curve(sqlite, failed()[0].run_id) == [1, 2, 3, 4, 5]
     assert not any(isinstance(event, RunEnded) for event in read_all(own.events))
 
 

@@ -245,12 +245,16 @@ def absolute(reference: str) -> str:
     return f"{path}:{cls}" if cls else str(path)
 
 
+def refuse_unnamed_resume(arguments: argparse.Namespace) -> None:
+    """Raise UserError for ``--resume-if-there`` without ``--name``: each start gets a new name."""
+    if arguments.run_name is None and getattr(arguments, "resume_if_there", False):
+        raise UserError("--resume-if-there needs the name of the run: add --name NAME")
+
+
 def run_name(arguments: argparse.Namespace, kind: str = "") -> str:
     """Return the name of ``--name``, or a new one that begins with `kind`."""
     if arguments.run_name is not None:
         return names.checked_run(arguments.run_name)
-    if getattr(arguments, "resume_if_there", False):
-        raise UserError("--resume-if-there needs the name of the run: add --name NAME")
     return new_name(arguments.dir / "runs", kind)
 
 

@@ -26,6 +26,7 @@ def become(arguments: argparse.Namespace, *, kind: str = "", known: str = "") ->
     found, words = parser.parse_known_args(arguments.words)
     if not found.nnodes.isdecimal() or any(word.startswith("--rdzv-e") for word in words):
         raise UserError("Ray chooses the machines: give --ray their number only, --nnodes 2")
+    options.refuse_unnamed_resume(arguments)
     if not known:
         options.check_settings(arguments)
     if not (known or arguments.run_name):

@@ -34,6 +34,7 @@ def become(
         if arguments.after:
             raise UserError("the words after -- are for a cluster: give --slurm or --ray, too")
         return
+    options.refuse_unnamed_resume(arguments)
     if not known:
         options.check_settings(arguments)
     name = known or options.run_name(arguments, kind)
