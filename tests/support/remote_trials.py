@@ -73,6 +73,15 @@ def ended(trial: LaunchedTrial) -> None:
     trial.close()
 
 
+def assert_a_prune_stops_it(launcher: TrainLauncher, experiment: Experiment) -> None:
+    """Check that all processes of a pruned trial stop, with the reason in its journal."""
+    trial = started(launcher, experiment, "pruned")
+    trial.prune("cannot win")
+    ended(trial)
+    end = last_end(run(launcher, "pruned"))
+    assert end.status == "KILLED" and end.reason.endswith(": cannot win") and not trial.was_lost
+
+
 def run(launcher: TrainLauncher, name: str) -> RunFolder:
     return RunFolder(launcher.study.path.parent / name)
 

@@ -27,6 +27,7 @@ from rankzero.tuning.trials.launcher import TrainLauncher, train
 from support.commands import TINY, events, last_end, wait_until
 from support.remote_trials import (
     ENDLESS,
+    assert_a_prune_stops_it,
     assert_the_next_trains_elsewhere,
     ended,
     launcher_for,
@@ -66,11 +67,7 @@ def test_trials_elsewhere_end_as_trials_here_do(
     assert whole.state == "COMPLETE" and whole.curve.points
     assert next(iter(events(run(launcher, "whole")))).environment["rankzero.host"]  # type: ignore[union-attr]
 
-    trial = started(launcher, experiment, "pruned")
-    trial.prune("cannot win")
-    ended(trial)
-    end = last_end(run(launcher, "pruned"))
-    assert end.status == "KILLED" and end.reason.endswith(": cannot win") and not trial.was_lost
+    assert_a_prune_stops_it(launcher, experiment)
 
     trial = started(launcher, experiment, "hung")
     trial.kill("no sign of life")

@@ -22,7 +22,7 @@ from rankzero.tuning.trials.follower import run_alone
 from rankzero.tuning.trials.launcher import TrainLauncher
 from support import srun_of_two
 from support.commands import TINY, events, last_end
-from support.remote_trials import QUICK, ended, launcher_for, run, started
+from support.remote_trials import QUICK, assert_a_prune_stops_it, ended, launcher_for, run, started
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -54,11 +54,7 @@ def test_machines_train_a_trial_together_and_stop_together(
         begun = next(one for one in events(folder) if isinstance(one, RunStarted))
         assert begun.environment["rankzero.world_size"] == "2"
 
-    trial = started(launcher, experiment, "pruned")
-    trial.prune("cannot win")
-    ended(trial)
-    end = last_end(run(launcher, "pruned"))
-    assert end.status == "KILLED" and end.reason.endswith(": cannot win") and not trial.was_lost
+    assert_a_prune_stops_it(launcher, experiment)
 
     trial = started(launcher, experiment, "lost")
     assert host._process is not None

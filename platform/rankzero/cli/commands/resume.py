@@ -55,8 +55,7 @@ def begun(arguments: argparse.Namespace, machines: Machines) -> RunFolder | None
 
     Raises UserError without a name, and if the server cannot be asked.
     """
-    if arguments.run_name is None:
-        raise UserError("--resume-if-there needs the name of the run: add --name NAME")
+    options.refuse_unnamed_resume(arguments)
     found = lookup.find(arguments.dir / "runs", arguments.run_name) or _of_server(arguments)
     # Another machine creates the folder when both start.
     is_new = found and not (found.events.exists() or lookup.mlflow_id(found))

@@ -270,7 +270,7 @@ def _pass_back(
 ) -> list[tuple[int, str]]:
     """Pass the nodes' output on in whole lines, and signals to them; return how they ended.
 
-    A node that fails ends the others, but where it trains: its ranks agree on the end.
+    A node that fails ends the others. A training does not: its ranks agree on the end.
     """
     left = [b"" for _ in nodes]
     reads = {node.read.remote(): number for number, node in enumerate(nodes)}
