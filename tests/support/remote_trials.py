@@ -32,11 +32,10 @@ def assert_same_results(one: Path, other: Path) -> None:
     """Check that two folders have the same search of `TIMELESS`, to its verdict."""
     trials, confirmed, winner = _results(one)
     trials_of_other, confirmed_of_other, winner_of_other = _results(other)
-    assert trials == trials_of_other and winner == winner_of_other and "batch" in winner
-    # A round is trained again, on further seeds, where the machine's speed changed meanwhile.
-    both = confirmed.keys() & confirmed_of_other.keys()
-    assert len(both) >= 4
-    assert {key: confirmed[key] for key in both} == {key: confirmed_of_other[key] for key in both}
+    assert trials == trials_of_other
+    assert winner == winner_of_other
+    assert "batch" in winner
+    assert confirmed == confirmed_of_other and len(confirmed) >= 4
 
 
 def _results(folder: Path) -> tuple[list[object], dict[object, float], str]:

@@ -381,6 +381,13 @@ def test_a_round_in_which_the_machine_slowed_down_is_trained_again(search: Searc
     assert any("the machine's speed changed in the round of seed 1001" in line for line in lines)
 
 
+def test_a_quality_that_all_steps_reached_is_not_trained_again(search: Searcher) -> None:
+    options = {"objective": "quality", "trial_minutes": 5.0, "pruner": "none"}
+    found, study, _, _ = search(Slowing(), **options)
+    assert "disturbed" not in study.facts
+    assert sorted(run.seed for run in found.reference.runs)[:3] == [1000, 1001, 1002]
+
+
 def test_an_interrupted_round_that_is_trained_again_is_finished_later(search: Searcher) -> None:
     begun: list[int] = []
 

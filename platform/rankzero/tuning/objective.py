@@ -77,6 +77,14 @@ class Objective:
             return 0.0 if curve.best is not None else 1.0
         return curve.gap(self.target)
 
+    def is_timed(self, curve: LearningCurve) -> bool:
+        """Return whether the trial's value depends on the speed of its machine.
+
+        The best metric does not, unless the training time ended before the last step.
+        """
+        has_all_steps = curve.total_steps is not None and curve.step >= curve.total_steps
+        return self.name != "quality" or not has_all_steps
+
     def progress(self, curve: LearningCurve) -> float:
         """Return the value that pruning compares at equal training time, to be minimised."""
         return self.gap(curve) if self.target is not None else self._negated_best(curve)

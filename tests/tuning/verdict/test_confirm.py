@@ -32,6 +32,13 @@ def test_a_step_within_a_round_disturbs_that_round() -> None:
     assert disturbed(rounds([steady, [100.0, 240.0, 160.0], after], 0.005)) == [1001]
 
 
+def test_a_change_of_speed_spoils_no_round_whose_values_do_not_depend_on_time() -> None:
+    stored = rounds([[100.0, 300.0], [100.0, 200.0], [100.0, 300.0]])
+    assert disturbed(stored) == [1001]
+    assert disturbed([{**run, "is_timed": False} for run in stored]) == []
+    assert disturbed([{**run, "is_timed": run["trial"] == 1} for run in stored]) == [1001]
+
+
 def test_a_slower_machine_that_stays_so_disturbs_no_round() -> None:
     slower = [[100.0 * share, 300.0 * share] for share in (1.0, 0.8, 0.8)]
     drifting = [[100.0 * share, 300.0 * share] for share in (1.0, 0.93, 0.86)]

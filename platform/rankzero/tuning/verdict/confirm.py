@@ -53,6 +53,7 @@ def as_run(trial: int, seed: int, result: TrialResult, objective: Objective) -> 
         samples_per_second=curve.samples_per_second,
         memory_bytes=(curve.memory_megabytes or 0.0) * 1e6 or None,
         joules=curve.joules,
+        is_timed=objective.is_timed(curve),
     )
 
 
@@ -72,11 +73,11 @@ def whole_rounds(trials: Sequence[int], stored: Stored) -> list[Mapping[str, Any
 
 
 def disturbed(stored: Stored) -> list[int]:
-    """Return the seeds of the rounds in which the machine's speed changed, the worst first.
+    """Return the seeds of the rounds that a change of the machine's speed spoiled, the worst first.
 
     A configuration's samples/s do not depend on the seed. The whole machine may be slower in one
     round than in another: all candidates bear it alike. In a disturbed round, it was slower for
-    some of them.
+    some of them. No round is spoiled whose values do not depend on time.
     """
     speeds = {(run["seed"], run["trial"]): run["samples_per_second"] for run in stored}
     by_seed: dict[int, dict[int, float]] = {}
@@ -98,7 +99,9 @@ def disturbed(stored: Stored) -> list[int]:
         for seed, found in by_seed.items()
     }
     limit = max(_DISTURBANCE, _MUCH * statistics.median(worst.values()))
-    return sorted((seed for seed in worst if worst[seed] > limit), key=lambda one: -worst[one])
+    timed = {run["seed"] for run in stored if run.get("is_timed", True)}
+    found = [seed for seed in worst if worst[seed] > limit and seed in timed]
+    return sorted(found, key=lambda one: -worst[one])
 
 
 def verdict_of(trials: Trials, space: Space, objective: Objective, stored: Stored) -> Verdict:

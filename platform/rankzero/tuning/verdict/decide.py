@@ -38,6 +38,8 @@ class ConfirmationRun:
     samples_per_second: float | None = None
     memory_bytes: float | None = None
     joules: float | None = None
+    is_timed: bool = True
+    """Whether `value` depends on the machine's speed."""
 
 
 @dataclasses.dataclass(frozen=True)
