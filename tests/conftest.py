@@ -3,8 +3,10 @@
 import importlib.util
 import signal
 
+import pytest
 from hypothesis import settings
 
+pytest.register_assert_rewrite("support")  # a failed check there shows its values, too
 pytest_plugins = [
     "support.commands",
     "support.slurm",

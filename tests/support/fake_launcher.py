@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -97,7 +98,8 @@ class FakeRunning:
         self.devices = devices
         self.launcher, self.experiment, self.name, self.fate = launcher, experiment, name, fate
         self.asked: list[str] = []
-        self.handles: Sequence[int] = ()
+        # Its journal is written already, so nobody need wait for it.
+        self.handles: Sequence[int] = () if fate in ("hang", "queued") else (os.eventfd(1),)
         self.was_lost = fate == "lost"
         # Longer than the silence that tests permit.
         self._starts = time.monotonic() + (0.2 if fate == "queued" else 0.0)
@@ -138,12 +140,15 @@ class FakeRunning:
 
     def close(self) -> None:
         self.closed, self.ended = True, self.launcher.tick()
+        for handle in self.handles:
+            os.close(handle)
+        self.handles = ()
 
     def _tell(self) -> Iterator[list[Event]]:
         batch = self.experiment.train.batch_size
         together = self.devices / (1 + 0.2 * (self.devices - 1))
         speed = together * self.launcher.speed(self.experiment)
-        yield [RunStarted(0.0, {}, {}, 1)]
+        yield [RunStarted(0.0, {}, {}, 1, total_steps=EPOCHS * SAMPLES // batch)]
         if self.fate == "hang":
             yield [RunEnded(1.0, "FAILED", self.asked[0], None, {})]
             return
