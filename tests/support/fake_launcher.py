@@ -13,7 +13,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged
+from rankzero.events import (
+    Evaluated,
+    Event,
+    RunEnded,
+    RunStarted,
+    StepsLogged,
+    SystemSampled,
+)
 from rankzero.experiment import Experiment
 from rankzero.launch.failures import FailureKind
 
@@ -35,7 +42,9 @@ class FakeLauncher:
         critical: float = 256.0,
         full: float = 128.0,
         jitter: float = 0.0,
+        watts: Callable[[Experiment], float] | None = None,
     ) -> None:
+        self.watts = watts
         self.jitter, self.seconds = jitter, 0.0
         self.fate, self.best_lr, self.critical, self.full = fate, best_lr, critical, full
         self._moment = 0
@@ -168,6 +177,9 @@ class FakeRunning:
                 return
             if self.experiment.train.limits.stop_at_target and self.experiment.goal.reached(value):
                 break
+        if self.launcher.watts is not None:
+            joules = self.launcher.watts(self.experiment) * epoch * SAMPLES / speed
+            yield [SystemSampled(9.0, 0, {"system/gpu_0_energy_joules": joules})]
         yield [RunEnded(9.0, "FINISHED", "done", None, {"samples_per_second": speed})]
 
 

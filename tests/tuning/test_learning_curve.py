@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged
+from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged, SystemSampled
 from rankzero.experiment import Goal
 from rankzero.tuning.learning_curve import LearningCurve
 from rankzero.tuning.objective import Objective
@@ -48,6 +48,22 @@ def test_an_early_stop_does_not_make_a_trial_look_fast() -> None:
     objective = Objective("time-to-target", ACCURACY, 0.9)
     assert short.seconds < whole.seconds
     assert objective.value(short) == pytest.approx(objective.value(whole))
+
+
+def test_energy_is_that_of_the_gpus_and_without_any_that_of_the_processors() -> None:
+    def joules(**readings: float) -> float | None:
+        metrics = {f"system/{name}": value for name, value in readings.items()}
+        return folded([SystemSampled(0.0, 0, metrics)], ACCURACY).joules
+
+    assert joules() is None and joules(cpu_energy_joules=9.0) == 9.0
+    assert joules(cpu_energy_joules=9.0, gpu_0_utilization_percentage=1.0) is None
+    assert joules(cpu_energy_joules=9.0, gpu_0_energy_joules=4.0) == 4.0
+    assert joules(gpu_0_energy_joules=4.0, gpu_energy_joules=7.0) == 7.0
+
+
+def test_energy_to_the_target_is_its_share_of_the_whole() -> None:
+    events = [*epochs(0.5, 0.7, 0.9), SystemSampled(0.0, 0, {"system/gpu_0_energy_joules": 60.0})]
+    assert Objective("energy", ACCURACY, 0.8).value(folded(events, ACCURACY)) == pytest.approx(50.0)
 
 
 def test_the_metric_is_interpolated_between_evaluations() -> None:

@@ -53,6 +53,7 @@ def search(tmp_path: Path) -> Searcher:
         parallel: int = 1,
         speed: Mapping[str, Any] | None = None,
         devices: tuple[int, ...] = (1,),
+        name: str = "s",
         **options: Any,
     ) -> tuple[Verdict, Study, FakeLauncher, list[str]]:
         launcher = launcher or FakeLauncher()
@@ -60,7 +61,7 @@ def search(tmp_path: Path) -> Searcher:
         space = make_space(experiment or Mine(), own, 0.5, samples=1000, more=more)
         space = dataclasses.replace(space, speed=speed or {})
         study = open_study(
-            f"sqlite:///{tmp_path / 'studies.db'}", "s", sampler=sampler, pruner=pruner, seed=0
+            f"sqlite:///{tmp_path / 'studies.db'}", name, sampler=sampler, pruner=pruner, seed=0
         )
         study.draw_from(space.parameters())
         lines: list[str] = []
@@ -180,6 +181,23 @@ def test_the_other_objectives(search: Searcher, objective: str, options: dict[st
         assert launcher.started[1].train.limits.max_minutes == 1.0
     plan = next(line for line in lines if line.startswith("plan"))
     assert ("it can show gains" in plan) == (objective != "quality")
+
+
+def test_the_least_energy_is_not_the_least_time(search: Searcher) -> None:
+    def watts(experiment: Experiment) -> float:
+        return 100.0 if experiment.train.batch_size <= 64 else 1000.0
+
+    found, study, launcher, _ = search(FakeLauncher(watts=watts), objective="energy", trials=12)
+    assert launcher.started[1].train.limits.stop_at_target
+    by_time, _, _, _ = search(FakeLauncher(watts=watts), name="t", trials=12)
+    assert found.winner.batch_size <= 64 < by_time.winner.batch_size
+    reference = study.trials()[0]
+    assert reference.value == pytest.approx(100.0 * reference.facts["train_seconds"], rel=0.2)
+
+
+def test_a_machine_without_a_counter_of_energy_is_named(search: Searcher) -> None:
+    with pytest.raises(UserError, match="NVML"):
+        search(objective="energy")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 
+from rankzero.telemetry.rapl import CpuEnergy
+
 _MEGABYTE = 1e6
 # Samples between two looks at the process tree, which reads all of /proc.
 _PROCESS_EVERY = 10
@@ -29,7 +31,7 @@ class HostSampler:
     """Reads the whole node's load, and the memory of one job's processes.
 
     `folder`: any path on the disk to watch. `process`: the pid at the root of the job's process
-    tree, or None to leave its memory out. The network counters start at zero.
+    tree, or None to leave its memory out. Network and energy are counted from here on.
     """
 
     def __init__(self, folder: Path = Path(os.sep), process: int | None = None) -> None:
@@ -38,6 +40,7 @@ class HostSampler:
         self._samples = 0
         self._cpu_thread: int | None = None
         self._network_start = _network_counters()
+        self._energy = CpuEnergy()
 
     def sample(self) -> dict[str, float]:
         """Return the present readings; never raises what psutil raises."""
@@ -71,6 +74,7 @@ class HostSampler:
         with unreadable:
             if self._process is not None and self._samples % _PROCESS_EVERY == 0:
                 metrics["process_memory_megabytes"] = _resident_bytes(self._process) / _MEGABYTE
+        metrics |= self._energy.sample()
         self._samples += 1
         return metrics
 

@@ -72,7 +72,12 @@ class LearningCurve:
 
     @property
     def joules(self) -> float | None:
-        """Return the energy that the job's GPUs took, or None if it is not measured."""
+        """Return the energy that the job's GPUs took, or None if it is not measured.
+
+        Without GPUs: what the machine's processors took.
+        """
+        if not any(name.startswith("system/gpu_") for name in self.peaks):
+            return self.peaks.get("system/cpu_energy_joules")
         one_gpu = self.peaks.get("system/gpu_0_energy_joules")
         return self.peaks.get("system/gpu_energy_joules", one_gpu)
 

@@ -1,6 +1,7 @@
 """The value that a search minimises, its constraint, and when a trial cannot win. Pure.
 
     time-to-target   training seconds until the goal's metric reaches the target
+    energy           joules until then
     throughput       samples/s, with a quality at most a tolerance worse than the reference's
     tokens           tokens/s, with the same constraint
     quality          the best metric within a fixed training time
@@ -21,8 +22,10 @@ from rankzero.errors import UserError
 from rankzero.experiment import Goal
 from rankzero.tuning.learning_curve import CurvePoint, LearningCurve
 
-Name = Literal["time-to-target", "throughput", "tokens", "quality"]
+Name = Literal["time-to-target", "throughput", "tokens", "quality", "energy"]
 NAMES: tuple[Name, ...] = get_args(Name)
+TO_TARGET: tuple[Name, ...] = ("time-to-target", "energy")
+"""The objectives that count what is spent until the target, which ends a trial."""
 QUALITY = "quality"
 """The constraint that every objective has."""
 MEMORY = "memory"
@@ -32,7 +35,7 @@ _CANNOT_WIN = 1.1  # times the best: the noise is smaller than that
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """One of the four objectives, and the quality that it asks for."""
+    """One of the objectives, and the quality that it asks for."""
 
     name: Name
     goal: Goal
@@ -43,14 +46,15 @@ class Objective:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that the objective changes in a trial's configuration."""
-        if self.name == "time-to-target" and self.target is not None:
+        if self.name in TO_TARGET and self.target is not None:
             return {"goal.target": self.target, "train.limits.stop_at_target": True}
         return {"train.limits.max_minutes": self.trial_minutes} if self.name == "quality" else {}
 
     def value(self, curve: LearningCurve) -> float:
         """Return the value of a finished trial, to be minimised.
 
-        Raises UserError for `tokens` if the experiment counts none.
+        Raises UserError for `tokens` if the experiment counts none, and for `energy` if the
+        machine does not.
         """
         if self.name == "throughput":
             return -(curve.samples_per_second or 0.0)
@@ -64,12 +68,13 @@ class Objective:
             return -speed
         if self.name == "quality" or self.target is None:
             return self._negated_best(curve)
+        each = self._watts(curve) if self.name == "energy" else 1.0
         reached = curve.seconds_to(self.target)
         if reached is not None:
-            return reached
+            return each * reached
         # Censored: it would take longer than it was trained. The wider the gap, the longer.
         # An early stop must not make it look fast.
-        return curve.full_seconds * (1 + max(0.0, self.gap(curve)))
+        return each * curve.full_seconds * (1 + max(0.0, self.gap(curve)))
 
     def gap(self, curve: LearningCurve) -> float:
         """Return by how much the trial's quality misses the wanted one, relative to that."""
@@ -93,9 +98,10 @@ class Objective:
         self, curve: LearningCurve, best: float | None, slack: float = _CANNOT_WIN
     ) -> bool:
         """Return whether the trial cannot beat the value `best` any more, whatever its quality."""
-        if self.name != "time-to-target" or best is None:
+        if self.name not in TO_TARGET or best is None:
             return False
-        return curve.seconds > slack * best
+        spent = curve.seconds if self.name == "time-to-target" else curve.joules or 0.0
+        return spent > slack * best
 
     def is_worse(
         self, curve: LearningCurve, points: Sequence[CurvePoint], step_ratio: float
@@ -111,6 +117,17 @@ class Objective:
         before = [one for one in points if one.seconds <= curve.seconds and one.step <= step]
         other = dataclasses.replace(curve, points=before)
         return bool(before) and self.gap(curve) > self.gap(other)
+
+    def _watts(self, curve: LearningCurve) -> float:
+        """Return the joules of each second of training. Evaluations' energy counts in it."""
+        if not curve.joules:
+            raise UserError(
+                "--objective energy needs a counter of energy, and this machine shows none: NVML "
+                "has one of NVIDIA's GPUs, and Linux one of processors, in "
+                "/sys/class/powercap/intel-rapl:*/energy_uj, which only root may read. Use "
+                "--objective time-to-target"
+            )
+        return curve.joules / max(curve.seconds, 1e-9)
 
     def _negated_best(self, curve: LearningCurve) -> float:
         if curve.best is None:
@@ -129,7 +146,7 @@ def target_quality(
     name, goal, best = objective.name, objective.goal, reference.best
     if name == "quality":
         return None
-    if best is None or (name == "time-to-target" and goal.target is not None):
+    if best is None or (name in TO_TARGET and goal.target is not None):
         return goal.target
     slack = tolerance * abs(best) if name in ("throughput", "tokens") else 0.0
     return best - slack if goal.mode == "max" else best + slack

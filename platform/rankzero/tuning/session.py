@@ -198,7 +198,8 @@ class Session:
         def why_prune(curve: LearningCurve) -> str:
             nonlocal reported
             if best is not None and objective.cannot_beat(curve, best):
-                text = f"cannot beat the best, {number_text(best)} s, any more"
+                unit = "J" if objective.name == "energy" else "s"
+                text = f"cannot beat the best, {number_text(best)} {unit}, any more"
                 where = f"after {number_text(best)} s on {devices_text(devices)}"
                 several = len(self._space.devices) > 1
                 return f"neither the fastest nor the cheapest {where}" if several else text

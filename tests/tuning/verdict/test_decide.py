@@ -55,6 +55,13 @@ def test_a_clear_winner() -> None:
     )
 
 
+def test_the_sentence_of_the_least_energy() -> None:
+    reference, winner = candidate(0, 40.0, 41.0, 42.0), candidate(3, 12.0, 12.5, 11.5)
+    text = sentence(decide("energy", reference, [winner]), GOAL, 0.97, 360.0)
+    assert "reaches 97.0% val/accuracy with 41 J (40-42). The sweet spot reaches it with 12" in text
+    assert "; 0.29x the energy (0.27 to 0.32); " in text and "pays" not in text
+
+
 def test_the_sentence_names_edges_and_rounds_that_were_trained_again() -> None:
     found = decide("time-to-target", candidate(0, 40.0, 41.0), [candidate(3, 12.0, 12.5)])
     text = sentence(found, GOAL, 0.97, 360.0, edges=["lr"], disturbed=2)

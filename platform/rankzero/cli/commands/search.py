@@ -128,6 +128,10 @@ def run(arguments: argparse.Namespace) -> int:
             hosts += [_make_host(arguments) for _ in range(arguments.parallel - 1)]
             return _search(arguments, chosen, hosts, described, space)
         # The first host has the whole machine. Each trial needs a host on its own share.
+        if arguments.objective == "energy" and not described.gpus:
+            raise UserError(
+                "--objective energy counts the whole machine's without GPUs: leave out --parallel"
+            )
         hosts.remove(first)
         first.close()
         found = shares(
@@ -324,6 +328,8 @@ def _search_options(arguments: argparse.Namespace) -> SearchOptions:
     if arguments.objective == "quality" and arguments.trial_minutes is None:
         raise UserError("--objective quality needs --trial-minutes, the training time of a trial")
     _check_cost(arguments)
+    if arguments.objective == "energy" and arguments.nnodes > 1:
+        raise UserError("--objective energy counts one machine's energy: leave out --nnodes")
     if arguments.tolerance < 0:
         raise UserError(f"--tolerance must be at least 0, got {arguments.tolerance:g}")
     tracking = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)

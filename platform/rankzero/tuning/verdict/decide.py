@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rankzero.confidence import pooled_deviation, student_t
-from rankzero.tuning.objective import Name
+from rankzero.tuning.objective import TO_TARGET, Name
 
 LOOKS = 2
 """How often a search may ask for a verdict."""
@@ -213,7 +213,7 @@ def _score(objective: Name, value: float) -> float:
         return value
     # Speeds are negated, because the search minimises.
     logarithm = math.log(max(abs(value), 1e-9))
-    return logarithm if objective == "time-to-target" else -logarithm
+    return logarithm if objective in TO_TARGET else -logarithm
 
 
 def _worth(objective: Name) -> float:

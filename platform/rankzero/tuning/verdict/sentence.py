@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from rankzero.experiment import Goal
-from rankzero.tuning.objective import Name
+from rankzero.tuning.objective import TO_TARGET, Name
 from rankzero.tuning.space import number_text, settings_text
 from rankzero.tuning.verdict.decide import Candidate, Verdict, median
 
@@ -51,8 +51,9 @@ def sentence(
             f"Nothing beats your own configuration{noise}: keep it. It {own}. {confirmed} {took}."
         )
     found = _performance(verdict.objective, winner, goal, target)
-    if verdict.objective == "time-to-target" and reference.reached:
+    if verdict.objective in TO_TARGET and reference.reached:
         found = found.replace(_quality(goal, target), "it")
+    if verdict.objective == "time-to-target" and reference.reached:
         saved = statistics.median(reference.values) - statistics.median(winner.values)
         if saved > 0:
             took += f" and pays for itself after {math.ceil(search_seconds / saved):,} runs"
@@ -75,12 +76,17 @@ def _confirmed(winner: Candidate, disturbed: int) -> str:
 
 
 def _gains(verdict: Verdict) -> str:
-    """Return what the winner gains: in time to the target with its interval, and in samples/s."""
+    """Return what the winner gains: to the target, with the interval, and in samples/s."""
     text, gain, low, high = "", verdict.gain, verdict.gain_low, verdict.gain_high
     if verdict.objective == "time-to-target" and gain is not None:
         text = f"; {gain:.2g}x as fast"
         # With one run each, nothing is known of the noise.
         text += f" ({low:.2g} to {high:.2g})" if low and high and math.isfinite(high) else ""
+    if verdict.objective == "energy" and gain:
+        text = f"; {1 / gain:.2g}x the energy"
+        text += (
+            f" ({1 / high:.2g} to {1 / low:.2g})" if low and high and math.isfinite(high) else ""
+        )
     fast, slow = (
         median([run.samples_per_second for run in one.runs])
         for one in (verdict.winner, verdict.reference)
@@ -91,13 +97,15 @@ def _gains(verdict: Verdict) -> str:
 def _performance(name: Name, candidate: Candidate, goal: Goal, target: float | None) -> str:
     values, runs = candidate.values, candidate.runs
     match name:
-        case "time-to-target":
+        case "time-to-target" | "energy":
             wanted = _quality(goal, target)
             if not candidate.reached:
                 return f"does not reliably reach {wanted} ({len(values)} of {len(runs)} seeds)"
             spread = f" ({number_text(min(values), 2)}-{number_text(max(values), 2)})"
             spread = spread if len(values) > 1 else ""
-            return f"reaches {wanted} in {number_text(statistics.median(values), 2)} s{spread}"
+            cost = number_text(statistics.median(values), 2)
+            cost = f"in {cost} s" if name == "time-to-target" else f"with {cost} J"
+            return f"reaches {wanted} {cost}{spread}"
         case "throughput" | "tokens":
             speeds = [-value for value in values] or [0.0]
             unit = "tokens" if name == "tokens" else "samples"
