@@ -140,12 +140,12 @@ def _completed(
         if run.parent is not None:
             of_children[run.parent] += run.bytes
     if gone or among_deleted:
-        found = [run for run in found if among_deleted == _is_hidden(run, gone)]
+        found = [
+            run
+            for run in found
+            if among_deleted == (not run.lives and not gone.isdisjoint((_name(run), run.parent)))
+        ]
     return [_as_shown(run, _name_in(store, run), of_children) for run in found]
-
-
-def _is_hidden(run: Summary, gone: set[str]) -> bool:
-    return not run.lives and (_name(run) in gone or run.parent in gone)
 
 
 def _as_shown(run: Summary, in_mlflow: str | None, of_children: Counter[str]) -> Summary:

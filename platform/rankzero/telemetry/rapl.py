@@ -19,7 +19,10 @@ class CpuEnergy:
     """
 
     def __init__(self, zones: Path = ZONES) -> None:
-        self._last = {zone: now for zone in _zones(zones) if (now := _read(zone)) is not None}
+        # A package has its cores in it, but not its memory.
+        found = [one for one in zones.glob("intel-rapl:*") if _is(one, "package")]
+        found += [one for one in zones.glob("intel-rapl:*:*") if _is(one, "dram")]
+        self._last = {zone: now for zone in found if (now := _read(zone)) is not None}
         self._joules = 0.0
 
     def sample(self) -> dict[str, float]:
@@ -28,25 +31,18 @@ class CpuEnergy:
             now = _read(zone)
             if now is None:
                 return {}
-            # The counter starts again at 0 after its largest value.
-            passed = now - last if now >= last else now - last + _largest(zone)
-            self._joules += passed / _MICRO
+            if now < last:  # it starts again at 0 after its largest value
+                last -= _read(zone, "max_energy_range_uj") or last
+            self._joules += (now - last) / _MICRO
             self._last[zone] = now
         return {"cpu_energy_joules": self._joules} if self._last else {}
 
 
-def _zones(folder: Path) -> list[Path]:
-    """Return the zones to add up. A package has its cores in it, but not its memory."""
-    packages = [one for one in folder.glob("intel-rapl:*") if _name(one).startswith("package")]
-    memory = [one for one in folder.glob("intel-rapl:*:*") if _name(one) == "dram"]
-    return sorted([*packages, *memory])
-
-
-def _name(zone: Path) -> str:
+def _is(zone: Path, kind: str) -> bool:
     try:
-        return (zone / "name").read_text(encoding="ascii").strip()
+        return (zone / "name").read_text(encoding="ascii").startswith(kind)
     except OSError:
-        return ""
+        return False
 
 
 def _read(zone: Path, file: str = "energy_uj") -> int | None:
@@ -54,7 +50,3 @@ def _read(zone: Path, file: str = "energy_uj") -> int | None:
         return int((zone / file).read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
-
-
-def _largest(zone: Path) -> int:
-    return _read(zone, "max_energy_range_uj") or 0

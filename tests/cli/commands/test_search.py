@@ -316,6 +316,7 @@ def at_once(folders: list[Path]) -> int:
         (("--price", "-1"), "--price must be above 0, got -1"),
         (("--price", "nan"), "--price must be above 0"),
         (("--price", "2", "--objective", "tokens"), "--price is about the time to a target"),
+        (("--objective", "energy", "--nnodes", "2"), "counts one machine's energy"),
         (("--knobs", "batch,colour"), "no knob is called 'colour'"),
         (("--knobs", "batch,compile"), "needs the probe, which --no-probe leaves out"),
     ],

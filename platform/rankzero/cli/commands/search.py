@@ -122,16 +122,10 @@ def run(arguments: argparse.Namespace) -> int:
         first = _make_host(arguments)
         hosts.append(first)
         described, space = described_space(arguments, first)
-        if chosen.price and space.reference.train.strategy == "dp":
-            raise UserError("--price counts processes, and train.strategy=dp has one: use ddp")
         if arguments.parallel == 1 or _is_elsewhere(arguments):
             hosts += [_make_host(arguments) for _ in range(arguments.parallel - 1)]
             return _search(arguments, chosen, hosts, described, space)
         # The first host has the whole machine. Each trial needs a host on its own share.
-        if arguments.objective == "energy" and not described.gpus:
-            raise UserError(
-                "--objective energy counts the whole machine's without GPUs: leave out --parallel"
-            )
         hosts.remove(first)
         first.close()
         found = shares(
@@ -278,6 +272,10 @@ def _search(
 ) -> int:
     from rankzero.tuning import search
 
+    if chosen.price and space.reference.train.strategy == "dp":
+        raise UserError("--price counts processes, and train.strategy=dp has one: use ddp")
+    if chosen.objective == "energy" and len(hosts) > 1 and not described.gpus:
+        raise UserError("without GPUs, energy is the whole machine's: leave out --parallel")
     identity = study_identity(arguments, space, "search")
     setup = search.SearchSetup(
         identity=identity,

@@ -53,9 +53,8 @@ def sentence(
     found = _performance(verdict.objective, winner, goal, target)
     if verdict.objective in TO_TARGET and reference.reached:
         found = found.replace(_quality(goal, target), "it")
-    if verdict.objective == "time-to-target" and reference.reached:
         saved = statistics.median(reference.values) - statistics.median(winner.values)
-        if saved > 0:
+        if saved > 0 and verdict.objective == "time-to-target":
             took += f" and pays for itself after {math.ceil(search_seconds / saved):,} runs"
     if edges:
         confirmed = f"At the edge of its range: {', '.join(edges)}. Search from there. {confirmed}"
