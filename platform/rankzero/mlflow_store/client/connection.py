@@ -12,10 +12,10 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities import Metric
 
-from rankzero.mlflow_store import limits
+from rankzero.mlflow_store import limits, sqlite_metrics
 from rankzero.mlflow_store.client import mlflow_compat
 from rankzero.mlflow_store.items import MetricPoint
-from rankzero.mlflow_store.uris import artifact_root, make_tables, prepare_store
+from rankzero.mlflow_store.uris import artifact_root, make_tables, prepare_store, sqlite_path
 
 # Timeouts of a request with a file. A server may store all of it before it answers.
 MIN_FILE_SECONDS, MAX_FILE_SECONDS = 30, 600
@@ -69,7 +69,10 @@ class AdaptiveTimeout:
 
 def log_points(client: MlflowClient, run_id: str, points: Sequence[MetricPoint]) -> None:
     """Send the points, at most a thousand at a time. Sending one again changes nothing."""
+    database = sqlite_path(str(client.tracking_uri))
     for chunk in chunks(points, limits.METRICS_PER_BATCH):
+        if database is not None and sqlite_metrics.log_points(database, run_id, chunk):
+            continue
         metrics = [
             Metric(p.key, p.value, p.milliseconds, p.step, model_id=p.model_id) for p in chunk
         ]
