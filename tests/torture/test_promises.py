@@ -88,6 +88,17 @@ def test_wrong_values_and_statuses_of_a_run_are_found(whole: RunFolder) -> None:
     )
 
 
+def test_wrong_values_of_two_attempts_in_a_row_are_ignored(
+    place: Ground,
+) -> None:
+    # The scenario spoiled step 2 of the first attempt and step 4 of the second.
+    run = run_of(place, started(), steps(1, 1), steps(2, 2, offset=math.nan))
+    append(run, started(attempt=2, step=1), steps(2, 3), steps(4, 4, offset=math.nan))
+    promises.nothing_is_lost(run, REFERENCE, spoiled=4, ignored={2})
+    expect_broken("wrong", promises.nothing_is_lost, run, REFERENCE, spoiled=4)
+    expect_broken("wrong", promises.nothing_is_lost, run, REFERENCE, ignored={2})
+
+
 def test_a_recorder_that_did_not_note_its_end_is_found(whole: RunFolder) -> None:
     path = state.path_of(whole, 0)
     known = state.load(path)

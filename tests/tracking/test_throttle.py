@@ -117,8 +117,9 @@ over = False
 with Throttle(wait, waited=lambda: None, crowded=lambda: False):
     throttled = burn(0.12)
     over = True
-    burn(0.05)
-    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+    # On a crowded machine it has less than its share, and so it does not pause each time.
+    while signal.getitimer(signal.ITIMER_PROF) != (0.0, 0.0):
+        burn(0.05)
 assert throttled > 0.6, throttled
 burn(0.1)
 """
