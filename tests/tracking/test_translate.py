@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from typing import Any
 
-from rankzero.events import Evaluated, Event, RunEnded, StepsLogged, SystemSampled
+from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged, SystemSampled
 from rankzero.mlflow_store.items import MetricBatch, MetricPoint, MlflowItem, Tags
 from rankzero.run_store.delivery_state import Curves, DeliveryState
 from rankzero.tracking.translate import ending, linked, translate
@@ -50,6 +51,20 @@ def test_a_later_attempt_does_not_send_again_what_an_earlier_one_sent() -> None:
     assert [point.step for point in second if point.key == "train/loss"] == list(range(11, 16))
     assert [point.step for point in second if point.key == "new"] == list(range(6, 16))
     assert state.curves.skipped == 5
+
+
+def test_a_later_attempt_brings_only_the_tags_that_are_new() -> None:
+    def starts(attempt: int, state: DeliveryState, **tags: str) -> tuple[Any, DeliveryState]:
+        event = dataclasses.replace(started(attempt), environment=tags)
+        (item,), after = translate([event], state)
+        assert isinstance(item, RunStarted)
+        return item.environment, after
+
+    sent, state = starts(1, DeliveryState(), team="vision", stage="draft")
+    assert sent == {"team": "vision", "stage": "draft"}
+    sent, state = starts(2, state, team="vision", stage="final")
+    assert sent == {"stage": "final"}
+    assert starts(3, state, team="speech", stage="final")[0] == {"team": "speech"}
 
 
 def test_within_an_attempt_nothing_is_held_back() -> None:

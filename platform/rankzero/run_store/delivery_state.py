@@ -171,6 +171,8 @@ class DeliveryState:
     problems: Problems = Problems()
     retries: Retries = Retries()
     page: Page = Page()
+    user_tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Those that the newest attempt began with."""
     claim: str = ""
     """The token of the run's latest claim when this was written."""
     updated: float = 0.0

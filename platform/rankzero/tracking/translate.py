@@ -34,7 +34,7 @@ from rankzero.mlflow_store.items import (
     Tags,
 )
 from rankzero.run_store.delivery_state import Curves, DeliveryState, Task
-from rankzero.run_store.provenance import tags_for_mlflow
+from rankzero.run_store.provenance import tags_for_mlflow, tags_of_user
 
 Row = tuple[str, object, object, object]  # key, step, time, value, as the journal has them
 
@@ -55,8 +55,7 @@ def translate(
         if isinstance(event, RunStarted):
             items += _batches(points)
             points = []
-            draft.start_attempt(event)
-            items.append(event)
+            items.append(draft.start_attempt(event))
         elif isinstance(event, DataDescribed):
             items.append(event)
         elif isinstance(event, ParamsLogged):
@@ -131,7 +130,7 @@ class _Draft:
         curves = state.curves
         self._before, self._problems = state, state.problems
         self._waiting, self._ending = list(state.queue.waiting), state.queue.ending
-        self._ended = state.queue.ended
+        self._ended, self._user_tags = state.queue.ended, state.user_tags
         self._marks, self._infinite = dict(curves.marks), dict(curves.infinite)
         self._evaluated, self._owners = dict(curves.evaluated), dict(curves.owners)
         self._curves = dataclasses.replace(
@@ -152,11 +151,18 @@ class _Draft:
             self._before.queue, waiting=tuple(order), ending=self._ending, ended=self._ended
         )
         return dataclasses.replace(
-            self._before, curves=self._curves, queue=queue, problems=self._problems
+            self._before,
+            curves=self._curves,
+            queue=queue,
+            problems=self._problems,
+            user_tags=self._user_tags,
         )
 
-    def start_attempt(self, event: RunStarted) -> None:
-        """Note the new attempt."""
+    def start_attempt(self, event: RunStarted) -> RunStarted:
+        """Note the new attempt. Return it without the tags that the one before it had, too.
+
+        Somebody may have changed them in MLflow since.
+        """
         # A replay of the same attempt after a crash must not skip the points it sends again.
         if event.attempt > self._curves.attempt:
             self._change(floor=dict(self._marks), attempt=event.attempt)
@@ -164,6 +170,9 @@ class _Draft:
         self._ending, self._ended = None, False
         self._upload_artifacts()
         self.remark_texts(event.params, tags_for_mlflow(event.environment))
+        before, self._user_tags = self._user_tags, tags_of_user(event.environment)
+        new = {key: tag for key, tag in event.environment.items() if before.get(key) != tag}
+        return dataclasses.replace(event, environment=new)
 
     def remark_texts(self, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
         """Note which params and tags MLflow will not have whole, or under other names."""

@@ -119,6 +119,22 @@ def test_a_changed_param_becomes_a_tag(tracker: MlflowRuns, run: RunRecord) -> N
     assert record.tags["host"] == "here"
 
 
+def test_a_start_that_is_sent_again_keeps_the_words_of_users(
+    tracker: MlflowRuns, run: RunRecord
+) -> None:
+    note = "mlflow.note.content"
+    begun = RunStarted(T0, {}, {"team": "vision", note: "Mine.", "mlflow.user": "ann"}, 1)
+    tracker.start_attempt(run.run_id, begun)
+    tracker.set_tags(run.run_id, {"team": "speech", note: "Mine, edited.", "mlflow.user": "bob"})
+    tracker.start_attempt(run.run_id, begun)
+    tags = tracker.find_run(run.run_id).tags
+    assert (tags["team"], tags[note], tags["mlflow.user"]) == ("speech", "Mine, edited.", "ann")
+    later = RunStarted(T0, {}, {"team": "language", note: "Mine."}, 2)
+    tracker.start_attempt(run.run_id, later)
+    tags = tracker.find_run(run.run_id).tags
+    assert (tags["team"], tags[note]) == ("language", "Mine, edited.")
+
+
 def test_a_run_has_few_tags_of_ours(tracker: MlflowRuns, run: RunRecord) -> None:
     names = ("host", "python", "package.torch", "gpu", "dirty", "experiment_file")
     environment = {f"rankzero.{name}": "x" for name in names} | {"team": "vision"}

@@ -34,7 +34,7 @@ from rankzero.mlflow_store.items import DESCRIPTION, MetricPoint
 from rankzero.mlflow_store.uris import NoSuchRun, RunGone, TrackingError
 from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store.folder import Identity
-from rankzero.run_store.provenance import tags_for_mlflow
+from rankzero.run_store.provenance import tags_for_mlflow, tags_of_user
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -101,10 +101,17 @@ class MlflowRuns:
 
     @_patient
     def start_attempt(self, run_id: str, event: RunStarted) -> None:
-        """Set the run to RUNNING and log its params and tags."""
+        """Set the run to RUNNING and log its params and tags.
+
+        Keeps a note of the user that is there. Keeps all tags of the user that are there, unless a
+        later attempt has others: the first one may be sent again, after somebody changed them.
+        """
         tags = {**tags_for_mlflow(event.environment), "rankzero.attempt": str(event.attempt)}
-        if event.attempt > 1:
-            tags.pop(DESCRIPTION, None)  # somebody may have edited the note since
+        present = self._run(run_id).data.tags
+        mine = (DESCRIPTION, *(tags_of_user(tags) if event.attempt == 1 else ()))
+        for key in mine:
+            if limits.name(key) in present or event.attempt > 1:
+                tags.pop(key, None)
         run = self.log_params(run_id, event.params, tags)
         if run.info.status != "RUNNING":
             self._client.update_run(run_id, status="RUNNING")
