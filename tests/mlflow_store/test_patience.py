@@ -52,7 +52,20 @@ def test_child_of_the_first_process_in_a_pid_namespace_goes_with_its_container(
     namespace.unlink()
     namespace.symlink_to("pid:[4026532999]")
     assert goes_with_its_container({}, 1, namespace)
-    assert not goes_with_its_container({}, 7, namespace)
+    assert not goes_with_its_container({}, 7, namespace, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("first", "above", "goes"), [("tini", 1, True), ("sshd", 1, False), ("docker-init", 5, False)]
+)
+def test_child_of_an_init_in_a_container_goes_with_it(
+    first: str, above: int, goes: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "pid").symlink_to("pid:[4026532999]")
+    for process, file, text in (("1", "comm", first), ("7", "stat", f"7 (a) b) S {above} 7 7")):
+        (tmp_path / process).mkdir()
+        (tmp_path / process / file).write_text(f"{text}\n")
+    assert goes_with_its_container({}, 7, tmp_path / "pid", tmp_path) == goes
 
 
 @pytest.mark.parametrize(

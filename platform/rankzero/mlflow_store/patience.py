@@ -18,6 +18,8 @@ _TROUBLED_SECONDS = 15.0
 _CONTAINED_SECONDS, _CONTAINED_TROUBLED_SECONDS = 600.0, 60.0
 # The background processes of a command that was asked to wait a day may not stay for a day.
 _BACKGROUND_SECONDS = 600.0
+# Docker's, Podman's, and those that images bring along.
+_INITS = ("docker-init", "catatonit", "tini", "dumb-init")
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 
 
@@ -68,11 +70,13 @@ def goes_with_its_container(
     environ: Mapping[str, str] = os.environ,
     parent: int | None = None,
     namespace: Path = Path("/proc/self/ns/pid"),
+    proc: Path = Path("/proc"),
 ) -> bool:
     """Return whether the end of this command ends its child processes, too.
 
     This holds in a Slurm job, a pod and a systemd service. It also holds in a container, if this
-    command or the shell that started it is the container's first process.
+    command or the shell that started it is the container's first process, or that one's child if
+    the first is an init such as that of ``docker run --init``.
     """
     if environ.get("SLURM_JOB_ID") or environ.get("KUBERNETES_SERVICE_HOST"):
         return True
@@ -81,6 +85,11 @@ def goes_with_its_container(
     if environ.get("SYSTEMD_EXEC_PID", "") in [str(pid) for pid in mine]:
         return True
     try:
-        return 1 in mine and str(namespace.readlink()) != _FIRST_PID_NAMESPACE
-    except OSError:
+        if str(namespace.readlink()) == _FIRST_PID_NAMESPACE:
+            return False
+        if 1 in mine:
+            return True
+        above = (proc / str(mine[1]) / "stat").read_text().rpartition(")")[2].split()[1]
+        return above == "1" and (proc / "1" / "comm").read_text().strip() in _INITS
+    except (OSError, IndexError):
         return False

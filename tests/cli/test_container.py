@@ -1,0 +1,70 @@
+"""A command whose end ends every process below it, as that of a container does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from support.commands import TINY
+
+CONTAINER = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc")
+SCRIPT = f"""#!/bin/sh
+{sys.executable} -m rankzero train {TINY} train.steps=10 --run-name r --nproc 1
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    if subprocess.run([*CONTAINER, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("this user may not make a PID namespace")
+    path = tmp_path / "train.sh"
+    path.write_text(SCRIPT)
+    path.chmod(0o755)
+    return path
+
+
+def runs_after(folder: Path, *words: str, **environ: str) -> list[tuple[str, str]]:
+    """Run a container in `folder` to its end. Return the names and statuses that MLflow has."""
+    subprocess.run(
+        [*CONTAINER, "--kill-child", *words],
+        cwd=folder,
+        env=os.environ | environ,
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    with closing(sqlite3.connect(folder / "mlruns" / "mlflow.db")) as store:
+        if not store.execute("SELECT 1 FROM sqlite_master WHERE name = 'runs'").fetchone():
+            return []
+        return store.execute("SELECT name, status FROM runs").fetchall()
+
+
+@pytest.mark.timeout(240)
+def test_its_end_is_in_mlflow_before_the_container_goes(script: Path, tmp_path: Path) -> None:
+    sh = shutil.which("dash") or "/bin/sh"
+    shutil.copy(sh, tmp_path / "tini")  # a container's first process may be such an init
+    for number, words in enumerate([["./train.sh"], ["./tini", "-c", "./train.sh; exit"]]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "train.sh").symlink_to(script)
+        (folder / "tini").symlink_to(tmp_path / "tini")
+        assert runs_after(folder, *words) == [("r", "FINISHED")], words
+
+
+@pytest.mark.timeout(240)
+def test_a_command_that_does_not_wait_leaves_it_to_sync(script: Path, tmp_path: Path) -> None:
+    impatient = {"RANKZERO_WAIT_DELIVERY": "0"}
+    assert ("r", "FINISHED") not in runs_after(
+        tmp_path, "sh", "-c", "./train.sh; true", **impatient
+    )
+    words = [sys.executable, "-m", "rankzero", "sync"]
+    subprocess.run(words, cwd=tmp_path, check=True, capture_output=True)
+    with closing(sqlite3.connect(tmp_path / "mlruns" / "mlflow.db")) as store:
+        assert store.execute("SELECT name, status FROM runs").fetchall() == [("r", "FINISHED")]
