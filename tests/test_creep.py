@@ -10,6 +10,7 @@ import collections
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,13 @@ from rankzero.training.stop import StopCode
 DIGITS = Path(__file__).parents[1] / "experiments" / "digits.py"
 PACKAGE = str(Path(rankzero.__file__).parent)
 STEPS = 100
+IO = Path("/proc/self/io")
 CREEP = 1.05
 
 
-def test_a_step_makes_no_more_calls_in_rankzero() -> None:
+@pytest.fixture
+def training() -> tuple[Reporter, Callable[[], None]]:
+    """A training that has begun, and a function that trains and adds 100 steps."""
     # The calls do not depend on the size of the model and of the batch.
     small = {"train.steps": 10 * STEPS, "train.batch_size": 8, "width": 4}
     given = config.override(experiment_file.load(str(DIGITS))(), small)
@@ -48,6 +52,13 @@ def test_a_step_makes_no_more_calls_in_rankzero() -> None:
             reporter.add(metrics, data_wait)
 
     steps()
+    return reporter, steps
+
+
+def test_a_step_makes_no_more_calls_in_rankzero(
+    training: tuple[Reporter, Callable[[], None]],
+) -> None:
+    reporter, steps = training
     calls: collections.Counter[str] = collections.Counter()
 
     def count(frame: types.FrameType, event: str, _: object) -> None:
@@ -64,6 +75,19 @@ def test_a_step_makes_no_more_calls_in_rankzero() -> None:
     assert calls["c_call"] / STEPS <= 20.5 * CREEP
     window, _ = reporter.report(StopCode.NONE, actions_due=False)
     assert window.steps == 2 * STEPS
+
+
+def test_a_step_reads_and_writes_nothing(training: tuple[Reporter, Callable[[], None]]) -> None:
+    def system_calls() -> int:
+        counts = dict(line.split(": ") for line in IO.read_text().splitlines())
+        return int(counts["syscr"]) + int(counts["syscw"])
+
+    _, steps = training
+    first = system_calls()
+    own = system_calls() - first
+    before = system_calls()
+    steps()
+    assert system_calls() - before <= own
 
 
 def test_a_step_takes_no_more_bytes_of_the_journal() -> None:
