@@ -227,6 +227,21 @@ def test_settings_and_options_become_arguments(
     ]
 
 
+@pytest.mark.parametrize("verb", ["train", "repeat"])
+def test_name_is_another_spelling_of_run_name(
+    verb: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(commands, "_call", lambda words, *, showing: called.extend(words))
+    monkeypatch.setattr("rankzero.api.results.run", lambda name, *, dir: name)
+    monkeypatch.syspath_prepend(TINY.parent)
+    from tiny import Tiny
+
+    assert getattr(rankzero, verb)(Tiny(), name="named", dir=tmp_path) == "named"
+    assert [word for word in called if word.startswith(("--name", "--run-name"))] == ["--run-name"]
+    assert called[called.index("--run-name") + 1] == "named"
+
+
 def test_import_of_the_api_imports_nothing_heavy(tmp_path: Path) -> None:
     program = (
         "import sys, time, rankzero\n"

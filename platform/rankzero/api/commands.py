@@ -182,7 +182,9 @@ def _run(verb: str, experiment: Experiment, run_name: str | None, **options: Any
     words = _words(verb, experiment)
     # The name is chosen here, so that the run can be found after the command has ended.
     runs = root_of(options["dir"]) / "runs"
-    name = run_name or new_name(runs, "" if verb == "train" else verb)
+    # `name` is the command's other spelling of the same option.
+    name = options.pop("name", None) or run_name
+    name = name or new_name(runs, "" if verb == "train" else verb)
     words += ["--run-name", name, *_options(**options)]
     if verb == "train" and notebook.is_running():
         with notebook.progress(RunFolder(runs / name), experiment.goal):
