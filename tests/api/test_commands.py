@@ -232,7 +232,11 @@ def test_name_is_another_spelling_of_run_name(
     verb: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     called: list[str] = []
-    monkeypatch.setattr(commands, "_call", lambda words, *, showing: called.extend(words))
+
+    def call(words: list[str], *, showing: bool) -> None:
+        called.extend(words)
+
+    monkeypatch.setattr(commands, "_call", call)
     monkeypatch.setattr("rankzero.api.results.run", lambda name, *, dir: name)
     monkeypatch.syspath_prepend(TINY.parent)
     from tiny import Tiny

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from rankzero.catalog import deleted, summary, summary_cache
+from rankzero.catalog import command_lines, deleted, summary, summary_cache
 from rankzero.catalog.summary import Summary
 from rankzero.catalog.summary_cache import SPARE_LINES, SummaryCache
 from rankzero.errors import UserError
@@ -52,7 +52,8 @@ def find(runs: Path, name_or_id: str, *, among_deleted: bool = False) -> RunFold
     symlinks.refuse(same[0].path)
     if deleted.is_hidden(same[0]) != among_deleted:
         name = same[0].path.name
-        back = f"is deleted: `rankzero delete --restore {name}` brings it back"
+        command = command_lines.line(runs.parent, "delete", "--restore", name)
+        back = f"is deleted: `{command}` brings it back"
         raise UserError(f"{name} {'is not deleted' if among_deleted else back}")
     return same[0]
 

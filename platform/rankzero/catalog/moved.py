@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import urllib.parse
 from pathlib import Path
 
-from rankzero.catalog import deleted
+from rankzero.catalog import command_lines, deleted
 
 ARTIFACTS = "artifacts"
 
@@ -45,5 +44,5 @@ def note(root: Path) -> str | None:
         return None
     return (
         f"{root} was moved or copied from {', '.join(places)}, where MLflow still seeks and writes "
-        f"its artifacts: rankzero relocate --dir {shlex.quote(str(root))}"
+        f"its artifacts: {command_lines.line(root, 'relocate')}"
     )

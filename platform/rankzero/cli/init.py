@@ -6,9 +6,11 @@ import argparse
 import importlib.util
 import keyword
 import re
+import shlex
 import sys
 from pathlib import Path
 
+from rankzero.catalog import command_lines
 from rankzero.cli import templates
 from rankzero.errors import UserError
 
@@ -40,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     is_legal = name.isidentifier() and not keyword.iskeyword(name)
     if not is_legal or re.search(rf"\b{name}\b", text.replace(head, "")):
         name = f"My{name}"
-    text = text.replace(head, f"class {name}(").replace(template.name, path.name)
+    text = text.replace(head, f"class {name}(").replace(template.name, shlex.quote(path.name))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8") as file:
@@ -50,5 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
     print(f"{path}: an experiment on {arguments.template} data, to be changed into yours")
-    print(f"train:  rankzero train {path}\nlook:   rankzero ui")
+    print(f"train:  {command_lines.line(arguments.dir, 'train', str(path))}")
+    print(f"look:   {command_lines.line(arguments.dir, 'ui')}")
     return 0

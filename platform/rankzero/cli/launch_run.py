@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rankzero import config
-from rankzero.catalog import lookup
+from rankzero.catalog import command_lines, lookup
 from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.data_wait import DataWait
 from rankzero.cli.display.live import Console
@@ -158,9 +158,9 @@ def _report_without_attempt(
     """
     folder, resumable = plan.folder, _has_checkpoint(plan.folder)
     if not folder.path.exists():
-        name = folder.path.name
+        again = command_lines.line(plan.root, "sync", folder.path.name)
         why = f"{folder.path} was moved or deleted during the training"
-        raise RunFailed(f"{why}: move it back, then rankzero sync {name}")
+        raise RunFailed(f"{why}: move it back, then {again}")
     # Without its identity the folder is not listed as a run. Its logs stay for the user.
     if not (folder.events.exists() or resumable or any(folder.path.glob("system-node_*.jsonl"))):
         (folder.path / "run.json").unlink(missing_ok=True)

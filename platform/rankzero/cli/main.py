@@ -6,6 +6,7 @@ import argparse
 import difflib
 import importlib
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -157,7 +158,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _no_verb(word: str) -> str:
     if word.endswith(".py"):
-        return f"{word!r} is no verb: write rankzero train {word}"
+        return f"{word!r} is no verb: write rankzero train {shlex.quote(word)}"
     near = difflib.get_close_matches(word, VERBS, n=1)
     hint = f"did you mean {near[0]!r}?" if near else "`rankzero --help` lists them"
     return f"{word!r} is no verb; {hint}"

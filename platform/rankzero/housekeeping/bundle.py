@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rankzero.catalog import deleted, lookup
+from rankzero.catalog import command_lines, deleted, lookup
 from rankzero.errors import UserError
 from rankzero.housekeeping import download
 from rankzero.housekeeping.deletion import parts
@@ -213,7 +213,8 @@ def _checked(unpacked: Path, runs: Path) -> RunFolder:
     if folder.path.exists() and folder.identity.uuid != read.uuid:
         raise UserError(f"there is another run {folder.path.name!r} already in {runs}")
     if folder.path.exists() and deleted.is_hidden(folder):
-        raise UserError(f"{read.name} is deleted: `rankzero delete --restore {read.name}`")
+        command = command_lines.line(runs.parent, "delete", "--restore", read.name)
+        raise UserError(f"{read.name} is deleted: `{command}`")
     return folder
 
 

@@ -10,9 +10,10 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankzero.catalog import deleted, lookup
+from rankzero.catalog import command_lines, deleted, lookup
 from rankzero.errors import UserError
 from rankzero.mlflow_store import uris
 from rankzero.run_store import delivery_state, names, removal, run_locks
@@ -54,9 +55,8 @@ class Housekeeper:
         if name != folder.path.name:
             return f"its folder is a copy of {name}, or was renamed: MLflow has one run for both"
         if place := _original(folder):
-            return (
-                f"its store was moved or copied from {place}: rankzero relocate, or delete it there"
-            )
+            command = command_lines.line(_root(folder), "relocate")
+            return f"its store was moved or copied from {place}: {command}, or delete it there"
         with alone(folder) as unused:
             return self._loss(folder) if unused else "it runs, or its delivery does"
 
@@ -64,9 +64,8 @@ class Housekeeper:
         """Return what nobody could bring back if the run was erased, or None."""
         lacks = _undelivered(folder)
         if lacks and not self.discard_undelivered:
-            return (
-                f"MLflow lacks {lacks}: rankzero sync {folder.path.name}, or --discard-undelivered"
-            )
+            command = command_lines.line(_root(folder), "sync", folder.path.name)
+            return f"MLflow lacks {lacks}: {command}, or --discard-undelivered"
         known = map(self._in_mlflow, parts(folder))
         versions = [one for store, run_id in known if store for one in store.registered(run_id)]
         if versions:
@@ -97,9 +96,10 @@ class Housekeeper:
             store, run_id = self._in_mlflow(one)
             there = store is None or store.restore(run_id)
             if one == folder and not there:
+                command = command_lines.line(_root(folder), "prune", "--deleted")
                 raise UserError(
                     f"MLflow has erased {folder.path.name}; its folder {folder.path} stays until "
-                    "`rankzero prune --deleted`"
+                    f"`{command}`"
                 )
         folder.deleted.unlink(missing_ok=True)
 
@@ -134,7 +134,7 @@ class Housekeeper:
         gone: dict[str, set[str]] = {}
         for folder in folders:
             uri, (store, run_id) = folder.identity.tracking_uri, self._in_mlflow(folder)
-            if store is not None and uri != uris.default_tracking_uri(folder.path.parent.parent):
+            if store is not None and uri != uris.default_tracking_uri(_root(folder)):
                 gone[uri] = gone[uri] if uri in gone else store.deleted()
                 if run_id in gone[uri]:
                     mark(folder)
@@ -149,6 +149,10 @@ class Housekeeper:
         if uri not in self._stores:
             self._stores[uri] = connect(uri).deletion
         return self._stores[uri], run_id
+
+
+def _root(folder: RunFolder) -> Path:
+    return folder.path.parent.parent
 
 
 def mark(folder: RunFolder) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rankzero import config
+from rankzero.catalog import command_lines
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.redaction.assignments import BLOT
@@ -92,7 +93,7 @@ def make_folder(runs: Path, identity: Identity, *, machines: int = 1) -> RunFold
             return folder
         raise UserError(
             f"there is a run {identity.name!r} already: choose another --name, or continue it: "
-            f"rankzero resume {identity.name}"
+            f"{command_lines.line(runs.parent, 'resume', identity.name)}"
         ) from None
     except OSError as error:
         raise UserError(

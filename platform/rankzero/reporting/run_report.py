@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from rankzero.catalog import command_lines
 from rankzero.catalog.summary import read_summary
 from rankzero.events import RunEnded
 from rankzero.reporting import page_links, reproduce
@@ -46,14 +48,14 @@ _GAP = "&nbsp;\n\n"
 
 def page(folder: RunFolder) -> str:
     """Return a run's page in MLflow as text, as if a run without an end ended now."""
-    text = for_terminal(written(folder, load(path_of(folder, 0))))
+    text = for_terminal(written(folder, load(path_of(folder, 0)), folder.path.parent.parent))
     # MLflow has the note above the page, where users edit it.
     note = fold(read_all(folder.events)).note
     return f"{note}\n\n{text}" if note else text
 
 
-def written(folder: RunFolder, progress: DeliveryState) -> str:
-    """Return the page with the problems of this delivery."""
+def written(folder: RunFolder, progress: DeliveryState, root: Path | None = None) -> str:
+    """Return the page with the problems of this delivery; `root`: its store, for commands."""
     facts, problems = fold(folder.all_events()), trouble(progress)
     links = page_links.links(progress)
     if folder.description.exists():
@@ -63,7 +65,7 @@ def written(folder: RunFolder, progress: DeliveryState) -> str:
         parts = [first.rstrip() + links, rest.rstrip(), *notes]
         return "\n\n".join(filter(None, parts)) + "\n"
     end = facts.end or so_far(facts, read_summary(folder).status)
-    return markdown(folder.identity.name, facts, end, problems, links)
+    return markdown(folder.identity.name, facts, end, problems, links, root)
 
 
 def markdown(
@@ -72,17 +74,18 @@ def markdown(
     end: RunEnded,
     problems: Sequence[str] = (),
     links: str = "",
+    root: Path | None = None,
 ) -> str:
     """Return the report of the run `name`.
 
-    `problems`: those of its delivery. `links`: to its pictures.
+    `problems`: those of its delivery. `links`: to its pictures. `root`: its store, for commands.
     """
     parts = [
         f"### {end.status}: {_inline(end.reason)}",
         _lead(facts, end) + links,
         _results(facts, end),
         _error(end),
-        _checkpoints(name, facts, end),
+        _checkpoints(name, facts, end, root),
         *_all_notes(facts, problems),
         _origin(facts),
         _reproduce(name, facts),
@@ -185,7 +188,7 @@ def _error(end: RunEnded) -> str:
     return f"{_GAP}### Error\n\n```text\n{body}\n```"
 
 
-def _checkpoints(name: str, facts: Facts, end: RunEnded) -> str:
+def _checkpoints(name: str, facts: Facts, end: RunEnded, root: Path | None) -> str:
     steps = sorted(facts.checkpoints)
     if not steps:
         return ""
@@ -200,9 +203,8 @@ def _checkpoints(name: str, facts: Facts, end: RunEnded) -> str:
     # A finished run can only continue to a later end, but for one that its time limit ended.
     finished = end.status == "FINISHED" and not is_limited(facts)
     verb = "Continue" if finished else "Resume"
-    command = (
-        f"rankzero resume {name} {reproduce.longer(facts.params) if finished else ''}".rstrip()
-    )
+    longer = reproduce.longer(facts.params).split() if finished else []
+    command = command_lines.line(root, "resume", name, *longer)
     return (
         f"{_GAP}### Checkpoints\n\nSteps {listed}. {verb} from the latest:\n\n```sh\n{command}\n```"
     )

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 from cli.test_launch_run import finish
-from rankzero.cli.display.live import Console, look
+from rankzero.cli.display import delivery_notes
+from rankzero.cli.display.live import Console, command, look
 from rankzero.cli.display.terminal import table_console
 from rankzero.events import Evaluated
 from rankzero.experiment import Goal
+from rankzero.reporting import run_report
+from rankzero.run_store.delivery_state import load, path_of
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import delivery_status
 from rankzero.training.checkpoints import best_model
 from support.commands import TINY, Command
-from support.runs import append, ended, make_folder, started
+from support.runs import append, ended, make_folder, saved, started
 
 ODD = "val/a[/b]"
 REASON = "cannot read [/data/x.pt]: no key [train] of :key: [red]"
@@ -75,6 +80,34 @@ def test_where_runs_are_seen(tmp_path: Path) -> None:
     assert look("http://me:hunter2@server:5000", tmp_path) == "http://server:5000"
     assert look("sqlite:////runs/mlflow.db", tmp_path).endswith(f"rankzero ui --dir {tmp_path}")
     assert look("mysql://me:hunter2@host/db", tmp_path).endswith(" mysql://host/db")
+
+
+def test_commands_to_paste_are_quoted_and_name_their_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    root = tmp_path / "mit raum"
+    assert look(f"sqlite:///{root}/mlflow.db", root).endswith(f"rankzero ui --dir '{root}'")
+    file = ["train", "Läufe aus Köln/my.py"]
+    assert command(root, *file).endswith(f" train 'Läufe aus Köln/my.py' --dir '{root}'")
+    assert command(Path("mlruns"), "sync", "one").endswith("rankzero sync one")
+    monkeypatch.setenv("RANKZERO_DIR", str(root))
+    assert command(root, "sync", "one").endswith("rankzero sync one")
+    assert command(Path("mlruns"), "sync", "one").endswith(" --dir mlruns")
+    program = tmp_path / "my venv/rankzero"
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
+    assert command(root, "ui") == "'my venv/rankzero' ui"
+
+
+def test_commands_of_an_offline_run_name_its_store(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "mit raum")
+    name, option = folder.path.name, f" --dir '{tmp_path / 'mit raum'}'"
+    assert delivery_notes.offline_note(folder).endswith(f"rankzero sync {name}{option}")
+    append(folder, started(), saved(folder, 50), ended("KILLED"))
+    assert f"\nrankzero resume {name}{option}\n" in run_report.page(folder)
+    kept = run_report.written(folder, load(path_of(folder, 0)))
+    assert f"\nrankzero resume {name}\n" in kept, "MLflow's page stays true if the store is moved"
 
 
 def test_tables_print_colons_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:

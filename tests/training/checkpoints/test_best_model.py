@@ -88,7 +88,7 @@ def test_hanging_server_is_not_waited_for_beyond_the_limit(
 
     best_model.in_new_process(folder, notices.append, seconds=LONG, clock=clock)
     assert silent.asked.is_set(), notices
-    remedy = f"rankzero sync {folder.path.name} does it"
+    remedy = f"rankzero sync {folder.path.name} --dir {folder.path.parent.parent} does it"
     assert notices == [f"the best model was not logged to MLflow: it took too long; {remedy}"]
     assert not multiprocessing.active_children(), "its process lives on"
     assert folder.late_model.exists(), "sync is to know"
@@ -98,7 +98,7 @@ def test_stop_request_ends_the_wait_for_the_best_model(folder: RunFolder, silent
     notices: list[str] = []
     best_model.in_new_process(folder, notices.append, silent.asked.is_set, LONG)
     (notice,) = notices
-    assert f"stopping; rankzero sync {folder.path.name} does it" in notice
+    assert f"stopping; rankzero sync {folder.path.name} --dir" in notice
 
 
 def test_process_that_ignores_sigterm_is_killed(

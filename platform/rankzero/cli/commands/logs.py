@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from rankzero.catalog import lookup
+from rankzero.catalog import command_lines, lookup
 from rankzero.catalog.summary import read_summary
 from rankzero.cli import options
 from rankzero.cli.display.live import Console
@@ -82,7 +82,8 @@ def _follow(folder: RunFolder, root: Path, rank: int) -> int:
         console.notice(f"detached; {name} continues")
         return FINISHED
     if console.ended is None:
-        console.notice(f"{name} died and its end was not recorded: rankzero sync {name} records it")
+        again = command_lines.line(root, "sync", name)
+        console.notice(f"{name} died and its end was not recorded: {again} records it")
         return FAILED
     console.result(console.ended)
     return _EXIT_CODES[console.ended.status]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 
-from rankzero.catalog import lookup
+from rankzero.catalog import command_lines, lookup
 from rankzero.cli import options
 from rankzero.errors import RunFailed, UserError
 from rankzero.redaction.text import url_without_secrets
@@ -30,7 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         name, uri = folder.path.name, folder.identity.tracking_uri
         if delivery_status.status(folder).run_id is None:
-            raise UserError(f"{name} is not in MLflow yet: rankzero sync {name}")
+            command = command_lines.line(arguments.dir, "sync", name)
+            raise UserError(f"{name} is not in MLflow yet: {command}")
         best_model.in_new_process(folder, problems.append)  # unless MLflow has the model already
     tracker = MlflowRuns(uri)
     found = tracker.find_run(

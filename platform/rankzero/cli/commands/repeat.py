@@ -14,7 +14,7 @@ from rankzero.cli.commands import search
 from rankzero.cli.commands.resume import RECORDER_SECONDS, class_of
 from rankzero.cli.commands.train import experiment_of
 from rankzero.cli.display import delivery_notes
-from rankzero.cli.display.live import look, program
+from rankzero.cli.display.live import command, look
 from rankzero.cli.display.terminal import print_line, print_table
 from rankzero.cli.submit import ray_run, srun
 from rankzero.errors import FAILED, RESUMABLE, RunFailed, UserError
@@ -78,9 +78,14 @@ def run(arguments: argparse.Namespace) -> int:
         _print(folder.path.name, found, experiment.goal)
         _deliver(folder, forwarder, offline=arguments.offline)
     if stopped:
-        print(f"stopped by {stopped}; continue: {program()} repeat {folder.path.name}", flush=True)
+        _print_how_to_continue(folder, stopped)
         return RESUMABLE
     return delivery_notes.exit_code(folder) if complete else FAILED
+
+
+def _print_how_to_continue(folder: RunFolder, stopped: str) -> None:
+    again = command(folder.path.parent.parent, "repeat", folder.path.name)
+    print(f"stopped by {stopped}; continue: {again}", flush=True)
 
 
 def _continued(
@@ -108,7 +113,8 @@ def _plan(arguments: argparse.Namespace, experiment: Experiment) -> Plan:
 def _new_folder(arguments: argparse.Namespace, experiment: Experiment) -> RunFolder:
     name, runs = options.run_name(arguments, "repeat"), arguments.dir / "runs"
     if plans.stored(RunFolder(runs / name)) is not None:
-        raise UserError(f"there is a repeat {name!r} already: continue it: rankzero repeat {name}")
+        again = command(arguments.dir, "repeat", name)
+        raise UserError(f"there is a repeat {name!r} already: continue it: {again}")
     folder = make_folder(runs, options.identity_for(arguments, name))
     write_config(folder, experiment)
     return folder
@@ -209,5 +215,6 @@ def _deliver(folder: RunFolder, forwarder: SignalForwarder, *, offline: bool) ->
         if delivery_status.status(child).done and not hurried():
             seconds = patience().seconds
             best_model.in_new_process(child, delivery_notes.print_note, hurried, seconds)
-    where = look(folder.identity.tracking_uri, folder.path.parent.parent)
-    print(f"look:  {where}   again: {program()} report {folder.path.name}", flush=True)
+    root = folder.path.parent.parent
+    again = command(root, "report", folder.path.name)
+    print(f"look:  {look(folder.identity.tracking_uri, root)}   again: {again}", flush=True)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from rich.markup import escape
 from rich.table import Table
 
-from rankzero.catalog import dead_runs, filters, lookup
+from rankzero.catalog import command_lines, dead_runs, filters, lookup
 from rankzero.catalog.summary import ELSEWHERE, Summary
 from rankzero.cli.display.terminal import table_console
 from rankzero.reporting.run_report import duration
@@ -99,7 +99,8 @@ def _closed(runs: Path) -> list[Summary]:
             continue
         if result.pending:
             why = result.error or "no answer"
-            print(f"{folder.path.name}: not in MLflow yet ({why}): rankzero sync", file=sys.stderr)
+            again = command_lines.line(runs.parent, "sync")
+            print(f"{folder.path.name}: not in MLflow yet ({why}): {again}", file=sys.stderr)
     return lookup.listed(runs) if found else listed
 
 
@@ -119,7 +120,8 @@ def _show(found: Sequence[Summary], limit: int, asked: Sequence[str]) -> None:
         table.add_row(*_cells(one, goal), *(_cell(one, key) for key in extra))
     terminal.print(table)
     if any(_lacks(one) for one in found[:limit]):
-        terminal.print(f"{_INCOMPLETE} not everything is in MLflow: rankzero sync", style="dim")
+        again = escape(command_lines.line(found[0].folder.path.parent.parent, "sync"))
+        terminal.print(f"{_INCOMPLETE} not everything is in MLflow: {again}", style="dim")
     if len(found) > limit:
         terminal.print(f"{limit} of {len(found):,} runs; -n {len(found)} shows all", style="dim")
     if not found:

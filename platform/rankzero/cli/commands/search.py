@@ -16,10 +16,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rankzero import config, experiment_file
-from rankzero.catalog import deleted
+from rankzero.catalog import command_lines, deleted
 from rankzero.cli import options
 from rankzero.cli.display import delivery_notes
-from rankzero.cli.display.live import look, program
+from rankzero.cli.display.live import command, look, program
 from rankzero.cli.display.terminal import is_interactive, print_line, text_console
 from rankzero.cli.launch_run import libraries_of
 from rankzero.errors import RESUMABLE, UserError
@@ -246,9 +246,10 @@ def open_run(
 def _refuse_other(folder: RunFolder, verb: str) -> None:
     """Raise UserError if the folder has a run of another verb, or of the user's own loop."""
     if deleted.is_hidden(folder):
+        back = command(folder.path.parent.parent, "delete", "--restore", folder.path.name)
         raise UserError(
-            f"the {verb} {folder.path.name!r} is deleted: bring it back with `rankzero delete "
-            f"--restore {folder.path.name}`, or choose another --name"
+            f"the {verb} {folder.path.name!r} is deleted: bring it back with `{back}`, or choose "
+            "another --name"
         )
     events = read_all(folder.events) if folder.events.exists() else ()
     started = next((one for one in events if isinstance(one, RunStarted)), None)
@@ -286,7 +287,7 @@ def _search(
         storage=arguments.storage or default_storage(arguments.dir),
         shared=arguments.storage is not None,
         probes=arguments.probe,
-        use=f"{program()} train {arguments.experiment} --from {identity.name}",
+        use=command(None, "train", arguments.experiment, "--from", identity.name),
         again=text_without_secrets(shlex.join([program(), *sys.argv[1:]])),
         offline=arguments.offline,
         tags=options.tags_of(arguments),
@@ -307,9 +308,10 @@ def _search(
         return RESUMABLE
     delivery_notes.print_delivery(outcome.folder, offline=arguments.offline)
     if outcome.use:
-        again = f"{program()} report {identity.name}"
+        again = command(arguments.dir, "report", identity.name)
         where = look(identity.tracking_uri, arguments.dir)
-        print_line(f"use:   {outcome.use}\nlook:  {where}   again: {again}")
+        print_line(f"use:   {outcome.use}{command_lines.option(arguments.dir)}")
+        print_line(f"look:  {where}   again: {again}")
     return RESUMABLE if outcome.is_leaderless else delivery_notes.exit_code(outcome.folder)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rankzero.catalog import lookup
+from rankzero.catalog import command_lines, lookup
 from rankzero.catalog.summary import Summary
 from rankzero.errors import FAILED, FINISHED
 from rankzero.run_store import delivery_state, run_locks
@@ -48,7 +48,7 @@ def _deliver(folder: RunFolder) -> int:
         print(f"{name}: {error}")
         return FAILED
     # `pending` counts what MLflow refused to take for now, not what it rejected for good.
-    again = f"rankzero sync {name}"
+    again = command_lines.line(folder.path.parent.parent, "sync", name)
     if result.pending:
         why = result.error or "no answer"
         done = f"{result.delivered:,} values delivered, the rest failed"

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from rankzero.catalog import lookup
+from rankzero.catalog import command_lines, lookup
 from rankzero.catalog.summary import Summary
 from rankzero.errors import RunFailed, UserError
 from rankzero.mlflow_store import saved_view, server, uris
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         origins=arguments.cors_origins,
     )
     # MLflow's server reports a port in use with a traceback, after seconds.
-    _require_free(access)
+    _require_free(access, arguments.dir)
     if not arguments.dir.is_dir():
         raise UserError(_no_store(arguments.dir.absolute()))
     uris.prepare_store(uris.default_tracking_uri(arguments.dir))
@@ -101,9 +102,10 @@ def _no_store(root: Path) -> str:
     above = [folder / root.name for folder in root.parents[1:]]
     found = next((folder for folder in above if (folder / uris.DATABASE).exists()), None)
     there = f"there is one in {found}: " if found else "name the folder of your runs: "
+    command = command_lines.line(None, "ui", "--dir", str(found or "FOLDER"))
     return (
-        f"there is no store in {root}; {there}rankzero ui --dir {found or 'FOLDER'}\n"
-        f"to begin with an empty store: mkdir -p {root}"
+        f"there is no store in {root}; {there}{command}\n"
+        f"to begin with an empty store: {shlex.join(['mkdir', '-p', str(root)])}"
     )
 
 
@@ -111,7 +113,7 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
-def _require_free(access: server.Access) -> None:
+def _require_free(access: server.Access, root: Path) -> None:
     with socket.socket(socket.AF_INET6 if ":" in access.host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -119,7 +121,7 @@ def _require_free(access: server.Access) -> None:
         except (OSError, OverflowError) as error:
             raise UserError(
                 f"port {access.port} cannot be used ({error}): choose another, such as "
-                f"rankzero ui --port {access.port + 1}"
+                f"{command_lines.line(root, 'ui', '--port', str(access.port + 1))}"
             ) from error
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rankzero.catalog import command_lines
 from rankzero.cli.display.terminal import print_line
 from rankzero.errors import FINISHED, NOT_DELIVERED
 from rankzero.mlflow_store.patience import patience
@@ -33,7 +34,7 @@ def wait(
         lacking = ", ".join([*delivery.lacks, *also])
         notice(
             f"not everything is in MLflow yet ({why}){lacking and f'; it lacks {lacking}'}. "
-            f"Nothing is lost on this disk: rankzero sync {folder.path.name}"
+            f"Nothing is lost on this disk: {_sync(folder)}"
         )
     return delivery.done
 
@@ -65,8 +66,12 @@ def exit_code(folder: RunFolder) -> int:
 
 def offline_note(folder: RunFolder) -> str:
     """Return where an offline run is and how to deliver it."""
-    path, name = folder.path, folder.path.name
+    path = folder.path
     where = (
         os.path.relpath(path) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path
     )
-    return f"offline: the run is in {where}; deliver it with: rankzero sync {name}"
+    return f"offline: the run is in {where}; deliver it with: {_sync(folder)}"
+
+
+def _sync(folder: RunFolder) -> str:
+    return command_lines.line(folder.path.parent.parent, "sync", folder.path.name)

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from rankzero.catalog import dead_runs, lookup
+from rankzero.catalog import command_lines, dead_runs, lookup
 from rankzero.catalog.summary import ELSEWHERE, Summary, read_summary
 from rankzero.events import RunStarted
 from rankzero.redaction.text import text_without_secrets, url_without_secrets
@@ -137,13 +137,15 @@ def _warnings(folder: RunFolder) -> Iterator[str]:
 
 
 def _advice(folder: RunFolder, listed: Summary) -> Iterator[str]:
-    name = escape(listed.name)
+    def command(verb: str) -> str:
+        return escape(command_lines.line(folder.path.parent.parent, verb, listed.name))
+
     if listed.status == ELSEWHERE:
         yield "rank 0 ran on another machine: that machine and MLflow have the result"
     if listed.status == "DIED":
         yield "its end was not recorded: `rankzero runs` records it, here and in MLflow"
     if listed.undelivered and listed.status != "RUNNING":
-        yield f"not everything is in MLflow: rankzero sync {name}"
+        yield f"not everything is in MLflow: {command('sync')}"
     if listed.status in ("FAILED", "KILLED", "DIED"):
         kept = sorted(path.name for path in folder.checkpoints.glob("step_*"))
         starts = (one for one in read_all(folder.events) if isinstance(one, RunStarted))
@@ -151,7 +153,7 @@ def _advice(folder: RunFolder, listed: Summary) -> Iterator[str]:
             yield f"continue from {kept[-1]}: start the program again, with these lines in it"
             yield from escape(reproduce.resume_lines(listed.name)).splitlines()
         elif kept:
-            yield f"continue from {kept[-1]}: rankzero resume {name}"
+            yield f"continue from {kept[-1]}: {command('resume')}"
         else:
             yield "it has no checkpoint: start a new run"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shlex
 import shutil
 import sys
 import threading
@@ -17,6 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from rankzero.catalog import command_lines
 from rankzero.cli.display.terminal import is_interactive, text_console
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted
 from rankzero.experiment import Goal
@@ -129,7 +131,7 @@ class Console:
         self._terminal.print(table)
         self._terminal.print(f"look:   {look(identity.tracking_uri, self._root)}")
         if ended.status != "FINISHED" and any(self._folder.checkpoints.glob("step_*")):
-            self._terminal.print(f"resume: {program()} resume {name}{_dir_option(self._root)}")
+            self._terminal.print(f"resume: {command(self._root, 'resume', name)}")
 
     def _follow(self) -> None:
         with contextlib.ExitStack() as display:
@@ -194,12 +196,13 @@ def look(tracking_uri: str, root: Path) -> str:
     if tracking_uri.startswith(("http://", "https://")):
         return shown
     if is_database(tracking_uri):
-        return f"mlflow server --backend-store-uri {shown}"
-    return f"{program()} ui{_dir_option(root)}"
+        return shlex.join(["mlflow", "server", "--backend-store-uri", shown])
+    return command(root, "ui")
 
 
-def _dir_option(root: Path) -> str:
-    return "" if root.absolute() == Path("mlruns").absolute() else f" --dir {root}"
+def command(root: Path | None, *words: str) -> str:
+    """Return a command on the store in `root`, as people may type it here."""
+    return command_lines.line(root, *words, program=program())
 
 
 def program() -> str:

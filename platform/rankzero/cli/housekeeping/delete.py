@@ -13,7 +13,7 @@ from rich.table import Table
 from rankzero.catalog import lookup
 from rankzero.catalog.summary import read_summary
 from rankzero.cli.commands.runs import age_text, size_text
-from rankzero.cli.display.live import program
+from rankzero.cli.display.live import command
 from rankzero.cli.display.terminal import table_console
 from rankzero.errors import FAILED, FINISHED, UserError
 from rankzero.housekeeping.deletion import Housekeeper
@@ -73,8 +73,10 @@ def delete(keeper: Housekeeper, folders: Sequence[RunFolder], *, yes: bool) -> i
     for folder in folders:
         keeper.delete(folder)
     name = folders[0].path.name if len(folders) == 1 else "RUN"
-    print(f"deleted {_count(folders)}; bring back: {program()} delete --restore {name}")
-    print(f"free the disk: {program()} prune --deleted")
+    root = folders[0].path.parent.parent
+    back = command(root, "delete", "--restore", name)
+    print(f"deleted {_count(folders)}; bring back: {back}")
+    print(f"free the disk: {command(root, 'prune', '--deleted')}")
     return FINISHED
 
 

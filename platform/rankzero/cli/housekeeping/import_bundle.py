@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from rankzero.cli.display.live import program
+from rankzero.cli.display.live import command
 from rankzero.errors import FINISHED
 from rankzero.housekeeping import bundle
 from rankzero.mlflow_store import uris
@@ -24,5 +24,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
     uri = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
     folder = bundle.read(arguments.file, arguments.dir / "runs", uri, offline=is_offline())
-    print(f"{folder.path.name} is imported: {program()} report {folder.path.name}")
+    again = command(arguments.dir, "report", folder.path.name)
+    print(f"{folder.path.name} is imported: {again}")
     return FINISHED

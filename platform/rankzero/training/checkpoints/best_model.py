@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rankzero import config, experiment_file
+from rankzero.catalog import command_lines
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment, Goal
 from rankzero.launch import signals
@@ -66,7 +67,8 @@ def in_new_process(
     reason = None
     if unfinished:  # it may have put half a message into the queue, which is not read
         why = "the command is stopping" if hurried() else "it took too long"
-        reason = f"{why}; rankzero sync {folder.path.name} does it"
+        again = command_lines.line(folder.path.parent.parent, "sync", folder.path.name)
+        reason = f"{why}; {again} does it"
     elif not problems.empty():
         reason = problems.get()
     elif process.exitcode:
