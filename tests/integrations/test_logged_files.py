@@ -79,6 +79,45 @@ def test_everything_is_delivered_as_it_was_before_the_run_ends(run: TrackedRun) 
     run.finish()
 
 
+class Textless:
+    def __str__(self) -> str:
+        raise RuntimeError("gone")
+
+
+def test_bad_entry_costs_only_itself(run: TrackedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        run.set_tags({"team": "a", "owner": "me", "rankzero.x": "b", "bad": Textless()})
+        run.set_tags({"rankzero.x": "b"})
+        run.log_params({"ok": 1, "bad": Textless(), "deep": {"bad": Textless()}})
+    child = run.child("fold", {"fold": 1, "bad": Textless()})
+    store, below = MemoryStore(), MemoryStore()
+    delivered(folder_of(run), store)
+    delivered(folder_of(child), below)
+    assert (store.tags["team"], store.tags["owner"], store.params["ok"]) == ("a", "me", "1")
+    assert below.params["fold"] == "1" and "bad" not in below.params
+    assert not {"bad", "rankzero.x"} & (store.tags.keys() | store.params.keys())
+    printed = capsys.readouterr().out
+    assert printed.count("a tag is not logged: rankzero.x is RankZero's own") == 1
+    for name in ("tag bad", "param bad", "param deep.bad"):
+        assert printed.count(f"the {name} is not logged: RuntimeError: gone") == 1
+    run.finish()
+
+
+def test_tags_whose_names_differ_only_in_odd_characters_all_reach_mlflow(
+    run: TrackedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        run.set_tags({"t:u": 1, "t(u": 2, "t_u": 3})
+        run.set_tag("t)u", 4)
+    store = MemoryStore()
+    delivered(folder_of(run), store)
+    assert store.tags["t_u"] == "3"
+    tags = {name: text for name, text in store.tags.items() if name.startswith("t_u")}
+    assert sorted(tags.values()) == ["1", "2", "3", "4"]
+    assert capsys.readouterr().out.count("in MLflow, which has another tag t_u") == 3
+    run.finish()
+
+
 def test_what_a_folder_contains_is_copied_without_the_runs_beside_it(run: TrackedRun) -> None:
     Path("deep").mkdir()
     for name in ("deep/b.txt", "c.txt"):

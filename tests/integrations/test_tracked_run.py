@@ -554,6 +554,57 @@ def test_metric_has_one_value_at_a_step(capsys: pytest.CaptureFixture[str]) -> N
     assert saved.best and saved.metrics == {"val/loss": 0.5, "val/acc": 0.25}
 
 
+class Nameless:
+    """As a lazy object whose source is gone."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("gone")
+
+
+class Listless(dict[str, float]):
+    def items(self) -> Any:
+        raise RuntimeError("gone")
+
+
+class Odd:
+    items = 3
+
+
+def test_what_has_no_name_costs_only_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    with unrecorded() as run:
+        for step in (1, 2):
+            run.log({Nameless(): 1.0, "loss": 0.5}, step)  # type: ignore[dict-item]
+            for odd in (Listless(loss=1.0), Odd()):
+                run.log(odd, step)  # type: ignore[arg-type]
+                run.checkpoint({"x": 1}, step, odd)  # type: ignore[arg-type]
+                assert not run.evaluated(odd, step)  # type: ignore[arg-type]
+            run.evaluated({Nameless(): 1.0, "val/loss": 0.5}, step)  # type: ignore[dict-item]
+            run.evaluated({"val/more": 0.5}, Nameless())  # type: ignore[arg-type]
+            run.log({"lost": Nameless()}, step)
+    logged = [(step, metrics) for step, metrics in rows(journal(run)) if "lost" not in metrics]
+    assert logged == [(1, {"loss": 0.5}), (2, {"loss": 0.5})]
+    evaluations = [one.metrics for one in journal(run) if isinstance(one, Evaluated)]
+    assert evaluations == [{"val/loss": 0.5}, {"val/more": 0.5}] * 2
+    printed = capsys.readouterr().out
+    assert printed.count("the metric of type Nameless is not logged: RuntimeError: gone") == 1
+    assert printed.count("Listless cannot give them: RuntimeError: gone") == 1
+
+
+def test_keys_of_one_name_are_noted_once(capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"a.b": 1, "a": {"b": 2}, "bad": Nameless()}
+    with rankzero.track("mine", config, name="r1", offline=True) as run:
+        for step in (1, 2):
+            run.log({1: 4.0, "1": 5.0}, step)  # type: ignore[dict-item]
+        run.log_params({"c.d": 1, "c": {"d": 2}})
+    assert rows(journal(run)) == [(1, {"1": 5.0}), (2, {"1": 5.0})]
+    (start,) = [one for one in journal(run) if isinstance(one, RunStarted)]
+    assert start.params == {"a.b": "2"}
+    printed = capsys.readouterr().out
+    assert printed.count("the param bad is not logged: RuntimeError: gone") == 1
+    for name in ("param a.b", "param c.d", "metric 1"):
+        assert printed.count(f"several keys are the {name}: the last counts") == 1
+
+
 def test_steps_count_by_themselves() -> None:
     for _ in range(2):
         with unrecorded() as run:

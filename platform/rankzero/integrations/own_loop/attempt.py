@@ -12,7 +12,7 @@ from rankzero.events import Event, RunEnded, RunStarted
 from rankzero.experiment import Goal
 from rankzero.integrations.own_loop import process_end
 from rankzero.integrations.own_loop.metric_history import MetricHistory, Row
-from rankzero.integrations.own_loop.values import to_float, to_floats
+from rankzero.integrations.own_loop.values import reason_of, to_floats
 from rankzero.run_store import provenance
 from rankzero.run_store.journal import read_all
 from rankzero.tracking.run_log import RunLog
@@ -68,13 +68,12 @@ class Attempt:
         self._flush()
 
     def evaluated(
-        self, metrics: Mapping[str, Any], step: Any
+        self, metrics: Mapping[str, float], step: Any
     ) -> tuple[int, dict[str, float], bool]:
         """Log validation metrics. Return their step, the metrics as logged, and if it is best."""
         self.flush()
         at = self.history.step_of(step)
-        floats = {str(name): to_float(value) for name, value in metrics.items()}
-        event, measured, better = self.history.evaluation(floats, at)
+        event, measured, better = self.history.evaluation(metrics, at)
         if event is not None:
             self.log(event)
         return at, measured, better
@@ -165,6 +164,6 @@ def guarded(consequence: str, action: Callable[[], None], notice: Callable[[str]
     try:
         action()
     except Exception as error:  # Tracking must not end a training, as with a failed GPU.
-        notice(f"{consequence}: {type(error).__name__}: {error}")
+        notice(f"{consequence}: {reason_of(error)}")
         return False
     return True

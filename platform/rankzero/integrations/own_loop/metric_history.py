@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from rankzero.events import Evaluated, Event, StepsLogged
 from rankzero.experiment import Goal
-from rankzero.integrations.own_loop.values import to_float
+from rankzero.integrations.own_loop.values import shown, to_float
 
 Row = tuple[Any, float, Mapping[str, Any]]  # step, time, values by name
 
@@ -75,7 +75,7 @@ class MetricHistory:
             self.step += 1
         if step is not None:
             self._tell(
-                "step", f"a step must be an integer, not {step!r:.80}: it counts as {self.step}"
+                "step", f"a step must be an integer, not {shown(step)}: it counts as {self.step}"
             )
         return self.step
 

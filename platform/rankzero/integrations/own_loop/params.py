@@ -10,13 +10,15 @@ from typing import Any
 
 from rankzero.config import ConfigError, dotted
 from rankzero.config.values import render
+from rankzero.integrations.own_loop.values import Tell, read_pairs, reason_of
 
 
-def params_of(config: object) -> dict[str, str]:
+def params_of(config: object, tell: Tell | None = None) -> dict[str, str]:
     """Return a config's settings as text, by dotted key. None has none.
 
     `config`: a mapping (also OmegaConf's), a dataclass, an `argparse.Namespace`, or any object or
-    class with attributes. Raises ConfigError for anything else.
+    class with attributes. Raises ConfigError for anything else. `tell`: gets each setting that is
+    lost. Without it, a setting without a text raises ConfigError.
     """
     try:
         found = {} if config is None else _mapping(config)
@@ -27,9 +29,12 @@ def params_of(config: object) -> dict[str, str]:
                 if not key.startswith("_") and not callable(value)
             }
         if found is not None:
-            return {str(key): render(value) for key, value in dotted(_nested(found))}
+            settings = list(dotted(_nested(found)))
+            if tell is not None:
+                return read_pairs(settings, render, "param", tell)
+            return {key: render(value) for key, value in settings}
     except Exception as error:  # such as OmegaConf's, for a setting without a value
-        raise ConfigError(f"the config cannot be read: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"the config cannot be read: {reason_of(error)}") from error
     raise ConfigError(
         f"a config must be a mapping, a dataclass or an object with attributes, got "
         f"{type(config).__name__}"

@@ -11,6 +11,7 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 from rankzero.events import Status
+from rankzero.integrations.own_loop.values import reason_of
 
 
 class _Raised:
@@ -67,11 +68,7 @@ def status_of(error: BaseException | None) -> tuple[Status, str]:
         return "KILLED", "stopped by Ctrl-C"
     if isinstance(error, SystemExit):
         return "FAILED", f"exited with {error.code}"
-    try:
-        text = str(error)
-    except Exception:  # A user's type may raise anything.
-        text = "without a text"
-    return "FAILED", f"{type(error).__name__}: {text}"
+    return "FAILED", reason_of(error)
 
 
 def _error(last_use: float) -> BaseException | None:

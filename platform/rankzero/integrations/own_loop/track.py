@@ -67,24 +67,39 @@ def track(
     if not mine.first:
         return NullTrackedRun()
     # A wrong config must fail before anything is on the disk.
-    goals = {} if goal is None else {f"goal.{k}": value for k, value in params_of(goal).items()}
-    params = {**params_of(config), **goals}
-    root = root_of(folder).absolute()
-    uri = uris.resolve_tracking_uri(tracking_uri, os.environ, root)
-    offline = is_offline(offline)
-    if not offline:
-        uris.prepare_store(uri)
-        drivers.require_place(uri, uris.artifact_root(uri), experiment)
+    params, notes = _params(config, goal)
+    root, offline = root_of(folder).absolute(), is_offline(offline)
+    uri = _store(tracking_uri, root, experiment, offline=offline)
     identity = _identity(experiment, name, uri, root / "runs")
-    return TrackedRun(
+    run = TrackedRun(
         functools.partial(_open_log, root / "runs", mine, offline=offline),
         identity,
         goal or Goal(),
         keep,
-        settings_without_secrets(params),
+        params,
         offline=offline,
         named=name is not None,
     )
+    for about, text in notes:
+        run.tell(about, text)
+    return run
+
+
+def _params(config: object, goal: Goal | None) -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """Return the params of a run, and the notes on them for `TrackedRun.tell`."""
+    notes = list[tuple[str, str]]()
+    goals = {} if goal is None else {f"goal.{k}": value for k, value in params_of(goal).items()}
+    params = {**params_of(config, lambda *note: notes.append(note)), **goals}
+    return settings_without_secrets(params), notes
+
+
+def _store(tracking_uri: str | None, root: Path, experiment: str, *, offline: bool) -> str:
+    """Return the URI of the store, which can be used unless the run is offline."""
+    uri = uris.resolve_tracking_uri(tracking_uri, os.environ, root)
+    if not offline:
+        uris.prepare_store(uri)
+        drivers.require_place(uri, uris.artifact_root(uri), experiment)
+    return uri
 
 
 def _identity(experiment: str, name: str | None, uri: str, runs: Path) -> Identity:

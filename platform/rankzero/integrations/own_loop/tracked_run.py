@@ -7,11 +7,11 @@ import functools
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import is_exiting
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from rankzero.errors import UserError
 from rankzero.events import Event, ParamsLogged, TagsSet
@@ -20,12 +20,14 @@ from rankzero.integrations.own_loop import logged_files, mlflow_calls, process_e
 from rankzero.integrations.own_loop.attempt import FLUSH_ROWS, Attempt, guarded
 from rankzero.integrations.own_loop.open_runs import OPEN
 from rankzero.integrations.own_loop.params import params_of
-from rankzero.integrations.own_loop.values import snapshot
+from rankzero.integrations.own_loop.values import pairs_of, read_pairs, snapshot, to_float
+from rankzero.mlflow_store import limits
 from rankzero.redaction.text import settings_without_secrets, url_without_secrets
 from rankzero.run_store import delivery_state, names
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.tracking.run_log import RunLog
 
+T = TypeVar("T")
 # The import of mlflow on a busy machine, and MLflow's answer.
 _ID_SECONDS = 20.0
 # Each try costs a millisecond, or a process. A loop that logs must not wait for one each time.
@@ -58,6 +60,8 @@ class TrackedRun:
         self._goal, self._keep, self._params = goal, keep, dict(params or {})
         self._flush_rows = flush_rows
         self._told: set[str] = set()
+        self._tags: dict[str, str] = {}
+        """The tags by their names in MLflow."""
         self._refused_until = 0.0
         # A handler of a signal may log while its thread logs.
         self._lock = threading.RLock()
@@ -184,7 +188,7 @@ class TrackedRun:
         steps count on as soon as a metric would get a second value.
         """
         # The loop may overwrite a tensor in place before it is read.
-        values = {str(name): snapshot(value) for name, value in self._items(metrics)}
+        values = self._read(metrics, snapshot, "metric")
         with self._lock:
             if not self.reopen():
                 return
@@ -204,7 +208,7 @@ class TrackedRun:
         with self._lock:
             if not self.reopen():
                 return False
-            return self._attempt.evaluated(dict(self._items(metrics)), step)[2]
+            return self._attempt.evaluated(self._read(metrics, to_float, "metric"), step)[2]
 
     def checkpoint(
         self,
@@ -221,7 +225,7 @@ class TrackedRun:
             if not self.reopen():
                 return
             attempt = self._attempt
-            values = {} if metrics is None else dict(self._items(metrics))
+            values = self._read({} if metrics is None else metrics, to_float, "metric")
             at, measured, better = attempt.evaluated(values, step)
             self._guarded(
                 f"the checkpoint of step {at} is not kept",
@@ -235,7 +239,7 @@ class TrackedRun:
         """
 
         def event() -> Event:
-            found = settings_without_secrets(params_of(params))
+            found = settings_without_secrets(params_of(params, self.tell))
             self._params |= found
             return ParamsLogged(time.time(), found)
 
@@ -248,12 +252,13 @@ class TrackedRun:
     def set_tags(self, tags: Mapping[str, Any]) -> None:
         """Set tags. Those that begin with ``rankzero.`` are RankZero's own."""
 
-        def event() -> Event:
-            texts = {str(name): str(value) for name, value in tags.items()}
-            own = [name for name in texts if name.startswith("rankzero.")]
-            if own:
-                raise ValueError(f"{own[0]} is RankZero's own")
-            return TagsSet(time.time(), settings_without_secrets(texts))
+        def event() -> Event | None:
+            texts = self._read(tags, str, "tag")
+            for name in [name for name in texts if name.startswith("rankzero.")]:
+                self.tell(f"tag {name}", f"a tag is not logged: {name} is RankZero's own")
+                del texts[name]
+            found = self._with_own_names(settings_without_secrets(texts))
+            return TagsSet(time.time(), found) if found else None
 
         self._keep_event("a tag", event)
 
@@ -367,13 +372,13 @@ class TrackedRun:
     def _keep_file(self, name: str, save: Callable[[Path], object]) -> None:
         self._keep_event(name, lambda: logged_files.write(self._log.folder, name, save))
 
-    def _keep_event(self, what: str, make: Callable[[], Event]) -> None:
-        """Log the event that `make` returns. If that fails, note the reason."""
+    def _keep_event(self, what: str, make: Callable[[], Event | None]) -> None:
+        """Log the event that `make` returns, if any. If that fails, note the reason."""
 
         def keep() -> None:
             event = make()  # A copy takes long, and other threads log meanwhile.
             with self._lock:
-                if self.reopen():
+                if event is not None and self.reopen():
                     self._log(event)
 
         with self._lock:
@@ -394,7 +399,7 @@ class TrackedRun:
         top = self._top._log.folder  # Its courier delivers all that is below it.
 
         def add_params() -> None:
-            params.update(settings_without_secrets(params_of(config)))
+            params.update(settings_without_secrets(params_of(config, self.tell)))
 
         def open_log(identity: Identity) -> RunLog:
             if not self.reopen():
@@ -481,12 +486,22 @@ class TrackedRun:
             self._attempt.history.continue_from(step)
             return state
 
-    def _items(self, metrics: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-        if hasattr(metrics, "items"):
-            return metrics.items()
-        kind = type(metrics).__name__
-        self.tell("metrics", f"metrics have names, but {kind} has none: not logged")
-        return ()
+    def _read(self, entries: object, read: Callable[[Any], T], kind: str) -> dict[str, T]:
+        return read_pairs(pairs_of(entries, kind, self.tell), read, kind, self.tell)
+
+    def _with_own_names(self, tags: Mapping[str, str]) -> dict[str, str]:
+        """Return the tags, those renamed that would replace another one in MLflow."""
+        found = {}
+        # Legal names come first, so that they stay.
+        for tag in sorted(tags, key=lambda tag: (limits.name(tag) != tag, tag)):
+            own, name = tag, limits.name(tag)
+            if self._tags.setdefault(name, tag) != tag:
+                own = limits.unique_name(tag)
+                self.tell(
+                    f"tag {tag}", f"the tag {tag} is {own} in MLflow, which has another tag {name}"
+                )
+            found[own] = tags[tag]
+        return found
 
     def _guarded(self, consequence: str, action: Callable[[], None]) -> bool:
         return guarded(consequence, action, self._note)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
+T = TypeVar("T")
+Tell = Callable[[str, str], None]
 NAN = float("nan")
 SHARDED = "a DTensor, which all ranks must read together: log its full_tensor()"
 
@@ -34,7 +36,7 @@ def snapshot(value: Any) -> Any:
         number = value if hasattr(value, "__array__") or not is_number else float(value)
         return number if is_number else str(value)[:80]
     except Exception as error:  # A failed GPU copies nothing, and the loop will fail by itself.
-        return f"{type(error).__name__}: {error}"[:80]
+        return reason_of(error)[:80]
 
 
 def to_floats(values: list[Any], notice: Callable[[str], None]) -> list[float]:
@@ -55,8 +57,7 @@ def to_floats(values: list[Any], notice: Callable[[str], None]) -> list[float]:
         try:
             column = sys.modules["torch"].stack([t.reshape(()).double() for t in tensors]).tolist()
         except Exception as error:  # One odd tensor, or a failed device.
-            why = f"{type(error).__name__}: {error}"
-            notice(f"values logged on {device} that cannot be read are NaN: {why}")
+            notice(f"values logged on {device} that cannot be read are NaN: {reason_of(error)}")
             column = [to_float(tensor) for tensor in tensors]
         for index, value in zip(indices, column, strict=True):
             floats[index] = value
@@ -70,3 +71,52 @@ def to_float(value: Any) -> float:
         return NAN if hasattr(value, "full_tensor") else float(value)
     except Exception:  # A user's type may raise anything.
         return NAN
+
+
+def pairs_of(entries: Any, kind: str, tell: Tell) -> list[tuple[Any, Any]]:
+    """Return what a mapping has, and nothing for anything else, with a note. Raises nothing."""
+    try:
+        if hasattr(entries, "items"):
+            return [(key, value) for key, value in entries.items()]
+        why = "has none"
+    except Exception as error:  # A user's type may raise anything.
+        why = f"cannot give them: {reason_of(error)}"
+    tell(kind, f"{kind}s have names, but {type(entries).__name__} {why}: not logged")
+    return []
+
+
+def read_pairs(
+    pairs: Iterable[tuple[Any, Any]], read: Callable[[Any], T], kind: str, tell: Tell
+) -> dict[str, T]:
+    """Return the values by name, each as `read` returns it. Raises nothing.
+
+    `tell` gets each one that cannot be read, and each name that several keys have.
+    """
+    found: dict[str, T] = {}
+    for key, value in pairs:
+        try:
+            name, result = str(key), read(value)
+        except Exception as error:  # A user's type may raise anything.
+            lost = f"the {kind} {shown(key, str)}"
+            tell(lost, f"{lost} is not logged: {reason_of(error)}")
+            continue
+        if name in found:
+            tell(f"{kind} {name} keys", f"several keys are the {kind} {name}: the last counts")
+        found[name] = result
+    return found
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an error's type and text. Raises nothing."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # A user's type may raise anything.
+        return f"{type(error).__name__}: without a text"
+
+
+def shown(value: Any, show: Callable[[Any], str] = repr) -> str:
+    """Return the beginning of what `show` returns, or the value's type. Raises nothing."""
+    try:
+        return show(value)[:80]
+    except Exception:  # A user's type may raise anything.
+        return f"of type {type(value).__name__}"
