@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
@@ -35,6 +37,7 @@ from rankzero.events import (
 )
 from rankzero.integrations.deferred_run import DeferredRun
 from rankzero.integrations.own_loop import values
+from rankzero.integrations.own_loop.metric_history import MetricHistory
 from rankzero.integrations.own_loop.null_run import NullTrackedRun
 from rankzero.integrations.own_loop.params import params_of
 from rankzero.integrations.own_loop.tracked_run import TrackedRun
@@ -311,7 +314,7 @@ def test_odd_steps_and_names_do_not_affect_other_values(capsys: pytest.CaptureFi
             None,
             2.5,
             2**70,
-            7,
+            0,
         ):
             run.log({("a", 1): 1.0, 2: step}, step=step)  # type: ignore[arg-type, dict-item]
         moving += 90
@@ -319,7 +322,7 @@ def test_odd_steps_and_names_do_not_affect_other_values(capsys: pytest.CaptureFi
     assert run.folder is not None
     events = list(read_all(run.folder / "events.jsonl"))
     logged = rows(events)
-    assert [step for step, _ in logged] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 7]
+    assert [step for step, _ in logged] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0]
     assert {name for _, metrics in logged for name in metrics} == {"('a', 1)", "2"}
     assert [metrics["2"] for _, metrics in logged][:5] == [1, 2, 3, 4, 5]
     assert [event.step for event in events if isinstance(event, (Evaluated, CheckpointSaved))] == [
@@ -329,7 +332,7 @@ def test_odd_steps_and_names_do_not_affect_other_values(capsys: pytest.CaptureFi
     assert isinstance(events[-1], RunEnded) and events[-1].status == "FINISHED"
     printed = capsys.readouterr().out
     assert printed.count("a step must be an integer, not 'six': it counts as 6") == 1
-    assert printed.count("go back from 9 to 7") == 2
+    assert printed.count("go back from 9 to 0") == 2
 
 
 def test_unreadable_tensors_do_not_hide_the_users_error(
@@ -552,6 +555,67 @@ def test_metric_has_one_value_at_a_step(capsys: pytest.CaptureFixture[str]) -> N
     assert first.metrics == {"val/loss": 0.5} and second.metrics == {"val/acc": 0.25}
     (saved,) = [one for one in events if isinstance(one, CheckpointSaved)]
     assert saved.best and saved.metrics == {"val/loss": 0.5, "val/acc": 0.25}
+
+
+def test_metric_has_one_value_at_a_step_that_is_logged_again_later(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with unrecorded() as run:
+        for step, loss in [(1, 1.0), (2, 0.5), (3, 0.25), (1, 99.0), (9, 0.1), (2, 98.0), (5, 0.2)]:
+            run.log({"loss": loss}, step)
+        run.log({"loss": 0.05})
+    logged = [(1, 1.0), (2, 0.5), (3, 0.25), (9, 0.1), (5, 0.2), (10, 0.05)]
+    assert rows(journal(run)) == [(step, {"loss": loss}) for step, loss in logged]
+    printed = capsys.readouterr().out
+    assert printed.count("loss was logged twice at step 1: the first counts") == 1
+    assert printed.count("the steps of loss go back from 9 to 5") == 1
+
+
+def test_evaluation_of_an_earlier_step_counts_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with unrecorded(Goal("val/loss")) as run:
+        assert run.evaluated({"val/loss": 0.25}, 10)
+        assert not run.evaluated({"val/loss": 0.5}, 20)
+        run.checkpoint({"x": 1}, 10, {"val/loss": 0.25, "val/acc": 0.75})
+        assert "twice" not in capsys.readouterr().out
+        assert run.evaluated({"val/loss": 0.125}, 10), "what it has logged there is the best"
+    assert capsys.readouterr().out.count("val/loss was logged twice at step 10") == 1
+    evaluations = [one for one in journal(run) if isinstance(one, Evaluated)]
+    assert [(one.step, one.metrics) for one in evaluations] == [
+        (10, {"val/loss": 0.25}),
+        (20, {"val/loss": 0.5}),
+        (10, {"val/acc": 0.75}),
+    ]
+    (saved,) = [one for one in journal(run) if isinstance(one, CheckpointSaved)]
+    assert saved.best and saved.metrics == {"val/loss": 0.25, "val/acc": 0.75}
+
+
+@pytest.mark.parametrize("kind", ["even", "odd", "back"])
+def test_steps_of_a_metric_need_little_memory(kind: str) -> None:
+    history = MetricHistory(Goal(), 1, lambda *_: None)
+    steps = {
+        "even": range(0, 300_000, 10),
+        "odd": [step * step for step in range(30_000)],
+        "back": range(30_000, 0, -1),
+    }[kind]
+    tracemalloc.start()
+    for step in steps:
+        history.columns([(step, 0.0, {"loss": 0.5})], [0.5])
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < (4_000 if kind == "even" else 4_000_000)
+    assert not history.columns([(steps[-1], 0.0, {"loss": 0.5})], [0.5])
+
+
+def test_each_step_is_known_whatever_the_order() -> None:
+    for seed in range(20):
+        draw = random.Random(seed)
+        history = MetricHistory(Goal(), 1, lambda *_: None)
+        known = set[int]()
+        for _ in range(300):
+            step = draw.choice([history.step + draw.choice([1, 1, 10]), draw.randrange(-50, 400)])
+            new = history.columns([(step, 0.0, {"loss": 0.5})], [0.5])
+            assert bool(new) == (step not in known), (seed, step)
+            known.add(step)
 
 
 class Nameless:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 from rankzero.events import Evaluated, Event, StepsLogged
 from rankzero.experiment import Goal
@@ -13,12 +14,51 @@ from rankzero.integrations.own_loop.values import shown, to_float
 Row = tuple[Any, float, Mapping[str, Any]]  # step, time, values by name
 
 
-class _Value(NamedTuple):
-    """A metric's newest value."""
+# Beyond these, the oldest are forgotten: irregular steps must not fill the memory.
+_MOST = 10_000
+_MOST_EVALUATIONS = 1_000
 
-    step: int
-    value: float
-    time: float
+
+class _Series:
+    """The steps at which a metric has a value, and the value of the highest one.
+
+    Steps at one distance are one range, so that a metric which only goes forward needs no memory.
+    """
+
+    __slots__ = ("_back", "_first", "_gap", "_ranges", "step", "time", "value")
+
+    def __init__(self, step: int, value: float, moment: float) -> None:
+        self.step, self.value, self.time = step, value, moment
+        self._first, self._gap = step, 0
+        self._ranges: list[range] = []
+        self._back: set[int] = set()
+
+    def append(self, step: int, value: float, moment: float) -> None:
+        """Add a step above all others."""
+        gap = step - self.step
+        if gap != self._gap:
+            if self._gap:  # A range has ended, and another begins.
+                self._ranges.append(self._newest_range())
+                self._first, gap = step, 0
+            self._gap = gap
+            if len(self._ranges) > _MOST:
+                del self._ranges[: _MOST // 2]
+        self.step, self.value, self.time = step, value, moment
+
+    def insert(self, step: int) -> None:
+        """Add a step below the highest one."""
+        if len(self._back) >= _MOST:
+            self._back.clear()
+        self._back.add(step)
+
+    def __contains__(self, step: int) -> bool:
+        if step in self._newest_range() or step in self._back:
+            return True
+        index = bisect_right(self._ranges, step, key=lambda steps: steps[0])
+        return index > 0 and step in self._ranges[index - 1]
+
+    def _newest_range(self) -> range:
+        return range(self._first, self.step + 1, self._gap or 1)
 
 
 class MetricHistory:
@@ -35,9 +75,10 @@ class MetricHistory:
         self.last: dict[str, float] = {}
         """The metrics of the last evaluation."""
         self._best_step = self._floor = 0
-        self._newest: dict[str, _Value] = {}
+        self._series: dict[str, _Series] = {}
         self._earlier: dict[str, int] = {}
-        self._evaluated: tuple[int, dict[str, float], float] = 0, {}, 0.0
+        self._evaluations: dict[int, tuple[dict[str, float], float]] = {}
+        """The metrics and the time of each evaluation, by step."""
 
     def recall(self, events: Iterable[Event]) -> None:
         """Take the newest steps, and the best value under this goal, from earlier attempts."""
@@ -60,19 +101,19 @@ class MetricHistory:
         """Count on from the step of a checkpoint."""
         self.step = self._floor = step
 
-    def step_of(self, step: Any, names: Iterable[str] = ()) -> int:
+    def step_of(self, step: Any, names: Collection[str] = ()) -> int:
         """Return the step as an int. Without one, the next at which the metrics have no value."""
         read = to_float(step)
         # MLflow stores steps in 64 bits.
         if read.is_integer() and abs(read) < 2**63:
             self.step = step if type(step) is int else int(read)
             return self.step
-        if any(
-            (name in self._earlier and self._floor == self.step)
-            or (name in self._newest and self._newest[name].step == self.step)
-            for name in names
+        known = [self._series[name] for name in names if name in self._series]
+        if any(self.step in series for series in known) or (
+            self._floor == self.step and any(name in self._earlier for name in names)
         ):
-            self.step += 1
+            # The steps may have gone back.
+            self.step = 1 + max([self.step, *(series.step for series in known)])
         if step is not None:
             self._tell(
                 "step", f"a step must be an integer, not {shown(step)}: it counts as {self.step}"
@@ -99,51 +140,69 @@ class MetricHistory:
         self, metrics: Mapping[str, float], step: int
     ) -> tuple[Evaluated | None, dict[str, float], bool]:
         """Return an event of what is new, the metrics as logged, and if the goal's is the best."""
-        at, known, when = self._evaluated
-        known = known if at == step else {}
-        # A point that is sent twice with one time stays one point in MLflow.
-        times = [
-            self._newest[name].time
-            for name in sorted(metrics, key=lambda name: name != self._goal.metric)
-            if name in self._newest and self._newest[name].step == step
-        ]
-        when = when if known else next(iter(times), time.time())
+        known, when = self._evaluations.get(step) or ({}, self._time_at(step, metrics))
         measured = {}
         for name, value in metrics.items():
-            self._is_first(name, step, value, when)
-            if self._newest[name].time == when:
-                measured[name] = self._newest[name].value
+            if self._is_first(name, step, value, when):
+                measured[name] = value
+            elif name in known:
+                measured[name] = known[name]
+            elif (series := self._series[name]).step == step and series.time == when:
+                measured[name] = series.value
         new = {name: value for name, value in measured.items() if name not in known}
-        self._evaluated = step, {**known, **new}, when
         goal = new.get(self._goal.metric)
         better = goal is not None and self._goal.better(goal, self.best)
         if better:
             self.best, self._best_step = goal, step
         if new:
-            self.last = self._evaluated[1]
+            self._remember(step, {**known, **new}, when)
         event = Evaluated(when, step, new, better) if new else None
         is_best = better or (self._goal.metric in known and step == self._best_step)
         return event, measured, is_best
+
+    def _remember(self, step: int, metrics: dict[str, float], when: float) -> None:
+        self.last = metrics
+        self._evaluations[step] = metrics, when
+        if len(self._evaluations) > _MOST_EVALUATIONS:
+            del self._evaluations[next(iter(self._evaluations))]
+
+    def _time_at(self, step: int, metrics: Collection[str]) -> float:
+        """Return the time of the values that the step has already, or the time now."""
+        # A point that is sent twice with one time stays one point in MLflow.
+        for name in sorted(metrics, key=lambda name: name != self._goal.metric):
+            series = self._series.get(name)
+            if series is not None and series.step == step:
+                return series.time
+        return time.time()
 
     def _is_first(self, name: str, step: int, value: float, moment: float) -> bool:
         """Return whether it is the metric's first value at this step. Note values that differ.
 
         MLflow would keep both, and no reader would know which of them counts.
         """
-        before = self._newest.get(name)
-        if before is not None and step == before.step:
-            if repr(value) != repr(before.value):
-                self._tell(
-                    f"{name} twice", f"{name} was logged twice at step {step}: the first counts"
-                )
+        series = self._series.get(name)
+        if series is None:
+            self._series[name] = _Series(step, value, moment)
+        elif step > series.step:
+            series.append(step, value, moment)
+        elif step in series:
+            self._note_difference(name, step, value)
             return False
-        if before is not None and step < before.step:
-            self._tell(f"{name} back", f"the steps of {name} go back from {before.step} to {step}")
+        else:
+            self._tell(f"{name} back", f"the steps of {name} go back from {series.step} to {step}")
+            series.insert(step)
         if step <= self._earlier.get(name, step - 1):
             self._tell(
                 f"attempt {self._attempt}",
                 f"step {step} of {name} has a value of an earlier attempt, as after a resume: "
                 "MLflow keeps the earlier values, and events.jsonl has both",
             )
-        self._newest[name] = _Value(step, value, moment)
         return True
+
+    def _note_difference(self, name: str, step: int, value: float) -> None:
+        series, (known, _) = self._series[name], self._evaluations.get(step, ({}, 0.0))
+        # The value of an older step is known only if it was an evaluation's.
+        before = series.value if step == series.step else known.get(name)
+        if repr(value) != repr(before):
+            text = f"{name} was logged twice at step {step}: the first counts"
+            self._tell(f"{name} twice", text)
