@@ -43,6 +43,9 @@ if __name__ == "__main__":
     process.start()
     process.join()
 """
+IMPORTED = """
+from sys import exit
+"""
 FORKED = """
 if os.fork() == 0:
     sys.exit(3)
@@ -57,6 +60,10 @@ with run:
         sys.exit(3)
     os.wait()
     run.log({"loss": 2.0})
+"""
+TERMINATED = """
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+os.kill(os.getpid(), signal.SIGTERM)
 """
 # It logs, and the run writes it, when the main thread has ended.
 THREAD = """
@@ -93,6 +100,8 @@ def ended(folder: Path, script: str) -> list[RunEnded]:
         (BEGIN + "sys.exit(0)", "FINISHED", "finished", None),
         (BEGIN + "sys.exit(1)", "FAILED", "exited with 1", "SystemExit"),
         (BEGIN + "exit('no data')", "FAILED", "exited with no data", "SystemExit"),
+        (IMPORTED + BEGIN + "exit(1)", "FAILED", "exited with 1", "SystemExit"),
+        (IMPORTED + BEGIN + CAUGHT.replace("sys.exit", "exit"), "FINISHED", "finished", None),
         (BEGIN + HANDLED, "FAILED", "ValueError: boom", "script.py"),
         (BEGIN + "raise ValueError('boom')", "FAILED", "ValueError: boom", "script.py"),
         (BEGIN + "os.kill(os.getpid(), signal.SIGINT)", "KILLED", "stopped by Ctrl-C", None),
@@ -101,6 +110,8 @@ def ended(folder: Path, script: str) -> list[RunEnded]:
         (BEGIN + FORKED, "FINISHED", "finished", None),
         (BEGIN + "run.finish()", "FINISHED", "finished", None),
         (CHILD, "FAILED", "ValueError: boom", "script.py"),
+        (BEGIN + TERMINATED, "FAILED", "exited with 143", "SystemExit"),
+        (BEGIN + "with run: raise SystemExit(1)", "FAILED", "exited with 1", "SystemExit"),
         (BEGIN + IN_BLOCK, "FINISHED", "finished", None),
         (BEGIN + THREAD + "sys.exit(1)", "FAILED", "exited with 1", "SystemExit"),
         (BEGIN + THREAD + "raise ValueError('boom')", "FAILED", "ValueError: boom", "script.py"),

@@ -30,11 +30,15 @@ def at_exit(
     """Call `end` with the error that ends this process, or None. `cancel()` prevents it.
 
     `last_use`: when the main thread used the run last. An exit before that was caught. A ``raise
-    SystemExit(1)`` that does not come from `sys.exit` goes unseen.
+    SystemExit(1)`` that does not come from `sys.exit` goes unseen: Python calls nothing for it, and
+    a class in place of `SystemExit` would not catch what C code raises.
     """
     if _Raised.leave is None:
         _Raised.leave = sys.exit
-        sys.exit = _exit  # type: ignore[assignment]  # a test's may return
+        # The script may have executed `from sys import exit`.
+        for module in (sys, sys.modules.get("__main__")):
+            if getattr(module, "exit", None) is _Raised.leave:
+                module.exit = _exit  # type: ignore[union-attr]  # a test's may return
     for name in ("exit", "quit"):
         # At a prompt, both print how to leave it.
         if hasattr(builtins, name) and not hasattr(sys, "ps1"):
