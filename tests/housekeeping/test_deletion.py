@@ -372,7 +372,13 @@ def test_runs_on_a_server(root: Path, here: Here, server: Server) -> None:
     assert names(root) == {"two"} and not tracker.deletion.is_active(ids[0])
     # Another one is deleted on the server, where this machine's lists do not look.
     tracker.deletion.delete(ids[1])
-    assert "2 runs" in here("prune", "--deleted", "--dry-run")[1] and not names(root)
+    assert "2 runs" in here("prune", "--deleted", "--dry-run")[1]
+    assert names(root) == {"two"} and not two.deleted.exists(), "a dry run writes nothing"
+    # MLflow's own Restore: only this command asks a server. Nothing is erased without an answer.
+    tracker.deletion.restore(ids[0])
+    code, output = here("prune", "--deleted")
+    assert code == 2 and names(root) == {"one"} and two.deleted.exists(), output
+    assert here("delete", "one", "--yes")[0] == 0
     tracker.deletion.restore(ids[0])
     code, output = here("prune", "--deleted", "--yes")
     assert code == 0 and "kept: one: it was restored" in output, output

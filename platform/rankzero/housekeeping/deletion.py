@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -129,15 +129,30 @@ class Housekeeper:
                 removal.remove(one)
         return True
 
-    def mark_deleted_on_servers(self, folders: list[RunFolder]) -> None:
-        """Mark the runs that somebody deleted on their server. Others are not asked about."""
+    def deleted_on_servers(self, folders: Iterable[RunFolder]) -> set[str]:
+        """Return the names of the runs that somebody deleted on their server."""
         gone: dict[str, set[str]] = {}
+        found = set()
+        for folder, store, run_id in self._on_servers(folders):
+            uri = folder.identity.tracking_uri
+            gone[uri] = gone[uri] if uri in gone else store.deleted()
+            found |= {folder.path.name} if run_id in gone[uri] else set()
+        return found
+
+    def restored_on_servers(self, folders: Iterable[RunFolder]) -> set[str]:
+        """Return the names of the runs with a mark that their server has as not deleted."""
+        marked = self._on_servers(folder for folder in folders if folder.deleted.exists())
+        return {folder.path.name for folder, store, run_id in marked if store.is_active(run_id)}
+
+    def _on_servers(
+        self, folders: Iterable[RunFolder]
+    ) -> Iterator[tuple[RunFolder, MlflowDeletion, str]]:
+        """Yield the runs whose deletion a list cannot see, with their stores and ids there."""
         for folder in folders:
-            uri, (store, run_id) = folder.identity.tracking_uri, self._in_mlflow(folder)
-            if store is not None and uri != uris.default_tracking_uri(_root(folder)):
-                gone[uri] = gone[uri] if uri in gone else store.deleted()
-                if run_id in gone[uri]:
-                    mark(folder)
+            store, run_id = self._in_mlflow(folder)
+            embedded = uris.default_tracking_uri(_root(folder))
+            if store is not None and folder.identity.tracking_uri != embedded:
+                yield folder, store, run_id
 
     def _in_mlflow(self, folder: RunFolder) -> tuple[MlflowDeletion | None, str]:
         """Return the run's store, or None if its MLflow never had the run, and the run's id."""

@@ -6,13 +6,14 @@ import argparse
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 
 from rankzero.catalog import filters, lookup
 from rankzero.catalog.summary import ELSEWHERE, Summary
 from rankzero.cli.commands.runs import size_text
 from rankzero.cli.housekeeping.delete import add_confirmation, confirmed, delete, show
 from rankzero.errors import FAILED, FINISHED, UserError
-from rankzero.housekeeping.deletion import Housekeeper
+from rankzero.housekeeping.deletion import Housekeeper, mark
 from rankzero.launch.failures import reason
 from rankzero.redaction.text import line_without_secrets
 from rankzero.run_store import removal
@@ -41,14 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     runs, keeper = arguments.dir / "runs", Housekeeper(arguments.discard_undelivered)
     if not arguments.dry_run and (left := removal.tidy(runs)):
         print(f"freed {size_text(left)} that a killed command left")
-    if arguments.deleted:
-        ended = [one.folder for one in lookup.listed(runs) if not one.lives]
-        try:
-            keeper.mark_deleted_on_servers(ended)
-        except Exception as error:  # deleted runs of other stores can be freed nevertheless
-            why = line_without_secrets(reason(error))
-            print(f"MLflow does not say what is deleted there: {why}")
-    known = lookup.listed(runs, among_deleted=arguments.deleted)
+    known = _deleted(keeper, runs, arguments.dry_run) if arguments.deleted else lookup.listed(runs)
     chosen = _chosen(known, best, age, arguments.experiment)
     able = [one.folder for one in chosen if _may_go(keeper, one)]
     if not able:
@@ -59,6 +53,27 @@ def run(arguments: argparse.Namespace) -> int:
         return FINISHED
     remove = _free if arguments.deleted else delete
     return remove(keeper, able, yes=arguments.yes)
+
+
+def _deleted(keeper: Housekeeper, runs: Path, dry_run: bool) -> list[Summary]:
+    """Return the deleted runs, as their servers have them now. A dry run changes no mark."""
+    gone, others = lookup.listed(runs, among_deleted=True), lookup.listed(runs)
+    try:
+        back = keeper.restored_on_servers(one.folder for one in gone)
+        more = keeper.deleted_on_servers(one.folder for one in others if not one.lives)
+    except Exception as error:  # deleted runs of other stores can be freed nevertheless
+        print(f"MLflow does not say what is deleted there: {line_without_secrets(reason(error))}")
+        return gone
+    for name in sorted(back):
+        print(f"kept: {name}: it was restored")
+    for one in () if dry_run else (*gone, *others):
+        if one.folder.path.name in back:
+            one.folder.deleted.unlink(missing_ok=True)
+        elif one.folder.path.name in more:
+            mark(one.folder)
+    return [one for one in gone if one.folder.path.name not in back] + [
+        one for one in others if one.folder.path.name in more
+    ]
 
 
 def _span(text: str) -> float:
