@@ -70,3 +70,11 @@ def test_a_guarantee_names_a_test_that_exists(reference: str) -> None:
         node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)
     }
     assert set(names) <= defined
+
+
+@pytest.mark.parametrize("page", ["docs/guarantees.md", "CHANGELOG.md"])
+def test_a_page_has_the_number_of_fault_scenarios(page: str) -> None:
+    tree = ast.parse((TESTS / "torture" / "scenarios" / "__init__.py").read_text())
+    [scenarios] = [node for node in ast.walk(tree) if isinstance(node, ast.Dict)]
+    named = re.findall(r"\b(\d+) (?:fault )?scenarios", (ROOT / page).read_text())
+    assert named == [str(len(scenarios.keys))]

@@ -11,9 +11,12 @@ import pytest
 
 from rankzero.events import PicturesTaken
 from rankzero.run_store import picture_files
+from rankzero.run_store.attempt import append_run_ended
 from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.journal import Journal
 from support.pictures import arrays, taken
-from support.runs import T0, append, make_folder, started
+from support.runs import T0, append, ended, make_folder, started
+from support.syncs import recorded
 
 
 @pytest.fixture
@@ -84,3 +87,55 @@ def test_linked_folder_of_pictures_is_not_cleared(folder: RunFolder, tmp_path: P
     folder.pictures.symlink_to(elsewhere.pictures)
     picture_files.clear(folder)
     assert set(elsewhere.pictures.iterdir()) == set(left.values())
+
+
+def test_pictures_are_synced_before_their_journal_and_not_by_the_step(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = recorded(monkeypatch)
+    journal = Journal(folder.events, fsync=lambda descriptor: order.append(folder.events))
+    order.clear()
+    for step in (5, 9):
+        journal(taken(folder, step, arrays()))
+    assert order == [], "the step waits for no disk"
+    journal.sync()
+    files = [folder.pictures / f"step_{step:08d}.npz" for step in (5, 9)]
+    assert order == [*files, folder.pictures, folder.path, folder.events]
+    journal.sync()
+    assert order[5:] == [folder.events], "each is synced once"
+    journal(taken(folder, 12, arrays()))
+    journal(ended())
+    last = [folder.pictures / "step_00000012.npz", folder.pictures, folder.path, folder.events]
+    assert order[6:] == last and not journal.problems
+    journal.close()
+
+
+def test_pictures_that_the_disk_does_not_confirm_are_reported(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        if path.suffix == ".npz":
+            raise OSError(5, "Input/output error")
+
+    order = recorded(monkeypatch, fail)
+    journal = Journal(folder.events, fsync=lambda descriptor: order.append(folder.events))
+    journal(taken(folder, 5, arrays()))
+    journal.sync()
+    [problem] = journal.problems
+    assert "did not confirm pictures" in problem and order[-1] == folder.events
+    journal.close()
+
+
+def test_pictures_of_a_dead_writer_are_synced_before_its_journal(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append(folder, started(), taken(folder, 5, arrays()))
+    named = folder.pictures / "step_00000006_1800000000000.npz"
+    picture_files.write(named, arrays())
+    append(folder, PicturesTaken(T0, 6, f"pictures/{named.name}"))
+    order = recorded(monkeypatch)
+    picture_files.clear(folder)
+    assert order == [named, folder.pictures, folder.path]
+    append_run_ended(folder, T0)
+    assert set(order[3:5]) == {named, folder.pictures / "step_00000005.npz"}
+    assert order[5:] == [folder.pictures, folder.path]

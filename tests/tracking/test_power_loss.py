@@ -14,6 +14,7 @@ from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import delivery_status
 from rankzero.tracking.deliverer import Deliverer
 from support.memory_store import MemoryStore, delivered, deliverer_to
+from support.pictures import arrays, taken
 from support.runs import append, ended, make_folder, started, steps
 
 
@@ -111,6 +112,19 @@ def test_journal_is_synced_before_its_events_are_sent(
     while deliverer.work():
         pass
     assert order == ["open_run", "events.jsonl", "start_attempt", "log_metrics"]
+
+
+def test_pictures_are_synced_before_the_journal_that_names_them(
+    folder: RunFolder, tracker: MemoryStore
+) -> None:
+    order: list[Path] = []
+    append(folder, started(), taken(folder, 5, arrays()), taken(folder, 9, arrays()))
+    deliverer = Deliverer(folder, 0, lambda uri: tracker, sync=order.append)  # type: ignore[arg-type, return-value]
+    deliverer.hasten()
+    while deliverer.work() or not deliverer.complete:
+        pass
+    files = [folder.pictures / f"step_{step:08d}.npz" for step in (5, 9)]
+    assert order == [*files, folder.pictures, folder.path, folder.events]
 
 
 def test_sync_that_fails_is_on_the_page_and_delays_nothing(

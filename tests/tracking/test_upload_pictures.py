@@ -16,6 +16,7 @@ from rankzero.events import PicturesTaken
 from rankzero.reporting import image_grids
 from rankzero.run_store import picture_files
 from rankzero.run_store.folder import RunFolder
+from rankzero.tracking.deliverer import Deliverer
 from support.memory_store import MemoryStore, delivered
 from support.pictures import arrays, taken
 from support.runs import T0, append, ended, make_folder, saved, started
@@ -59,6 +60,41 @@ def test_unreachable_store_gets_the_pictures_later(folder: RunFolder) -> None:
     append(folder, started(), taken(folder, 5, arrays()), ended())
     delivered(folder, tracker)
     assert len(tracker.pictures) == 3 and not list(folder.pictures.iterdir())
+
+
+def test_pictures_that_are_gone_are_reported_once_and_others_go_on(folder: RunFolder) -> None:
+    tracker = MemoryStore()
+    lost = taken(folder, 5, arrays())
+    append(folder, started(), lost, taken(folder, 9, arrays()), saved(folder, 9), ended())
+    (folder.path / lost.path).unlink()
+    problems = delivered(folder, tracker).state.problems
+    assert problems.rejected == 1
+    assert problems.reasons == (f"pictures of step 5: {lost.path} is gone",)
+    assert {step for _, step, _ in tracker.pictures} == {9} and list(tracker.checkpoints) == [9]
+    assert tracker.status == "FINISHED" and lost.path in tracker.tags["mlflow.note.content"]
+    assert delivered(folder, tracker).state.problems == problems
+
+
+def test_pictures_whose_courier_died_after_their_deletion_are_not_reported(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Died(BaseException):
+        pass
+
+    tracker, real = MemoryStore(), Deliverer.commit
+
+    def commit(deliverer: Deliverer) -> None:
+        if tracker.pictures and not (folder.pictures / "step_00000005.npz").exists():
+            raise Died
+        real(deliverer)
+
+    append(folder, started(), taken(folder, 5, arrays()), ended())
+    with monkeypatch.context() as patch:
+        patch.setattr(Deliverer, "commit", commit)
+        with pytest.raises(Died):
+            delivered(folder, tracker)
+    state = delivered(folder, tracker).state
+    assert not state.problems.rejected and len(tracker.pictures) == 3 and not state.queue.waiting
 
 
 def pickled() -> bytes:

@@ -14,7 +14,7 @@ from pathlib import Path
 from rankzero.errors import UserError
 from rankzero.events import Event, RunEnded
 from rankzero.redaction.text import text_without_secrets
-from rankzero.run_store import run_locks
+from rankzero.run_store import disk, run_locks
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import Journal, read, read_all
 from rankzero.run_store.lock_files import open_lock, try_lock
@@ -162,6 +162,9 @@ def append_run_ended(
     _, why, error = min(
         (failure for failure in failures if failure[0] >= since), default=(0.0, reason, "")
     )
+    # This event syncs the journal. Rank 0 may not have synced the pictures that it names.
+    with contextlib.suppress(OSError):
+        disk.sync_all(folder.pictures.glob("*.npz"), folder.path)
     journal = Journal(folder.events)
     journal(RunEnded(at or time.time(), "FAILED", why, error or None, {}))
     journal.close()

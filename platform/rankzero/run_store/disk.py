@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 # The disk has failed or is full, so what was written may be lost.
@@ -27,3 +29,31 @@ def sync(path: Path) -> None:
         # for folders.
         if error.errno in _LOSSES or not path.is_dir():
             raise
+
+
+def sync_all(files: Iterable[Path], top: Path, confirm: Callable[[Path], None] = sync) -> None:
+    """Sync files, and then once each folder from theirs up to `top`.
+
+    Passes over what is no file or is gone, and a disk that cannot sync. Tries all of them, and then
+    raises the first OSError of a disk that failed or is full.
+    """
+    found = [path for path in files if _is_file(path)]
+    folders = {above for path in found for above in path.parents if above.is_relative_to(top)}
+    lost: OSError | None = None
+    # A folder after the folders in it: its names refer to them.
+    for path in (*found, *sorted(folders, key=lambda folder: -len(folder.parts))):
+        try:
+            confirm(path)
+        except OSError as error:
+            if error.errno in _LOSSES:
+                lost = lost or error
+    if lost is not None:
+        raise lost
+
+
+def _is_file(path: Path) -> bool:
+    # A pipe would block who opens it.
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except (OSError, ValueError):  # gone, or a name that cannot be
+        return False

@@ -19,6 +19,7 @@ from rankzero.events import (
     CheckpointSaved,
     Event,
     Noticed,
+    PicturesTaken,
     RunEnded,
     RunStarted,
     StepsLogged,
@@ -40,7 +41,8 @@ class Journal:
 
     The operating system gets events at once, so they survive the death of the process. StepsLogged
     are the exception: they may wait half a second, for the next event or `flush`. RunStarted and
-    RunEnded are also synced to the disk. `sync` does it for all events before.
+    RunEnded are also synced to the disk. `sync` does it for all events before, and first for the
+    pictures that they name.
 
     While the disk is full, lines wait in memory and each event tries again. Beyond
     `most_waiting_bytes`, all events but RunStarted, CheckpointSaved and RunEnded are lost. `lost`
@@ -67,6 +69,8 @@ class Journal:
         self.lost = self._uncounted = 0
         self.problems: list[str] = []
         self._is_unconfirmed = False
+        self._folder = path.parent
+        self._pictures: dict[Path, None] = {}
         if is_new:
             self._confirm(lambda: disk.sync(path.parent))
 
@@ -78,6 +82,9 @@ class Journal:
                     self.lost += 1
                     self._uncounted += 1
                     return
+            if isinstance(event, PicturesTaken):
+                # Before its line is written: another thread may sync at any time.
+                self._pictures[self._folder / event.path] = None
             self._waiting += encode_line(event)
             if self._is_due(event):
                 self.flush()
@@ -97,6 +104,7 @@ class Journal:
     def sync(self) -> None:
         """Sync what was handed to the operating system. Any thread may call this."""
         if self._descriptor >= 0:
+            self._sync_pictures()
             self._confirm(lambda: self._fsync(self._descriptor))
 
     def disown(self) -> None:
@@ -138,6 +146,20 @@ class Journal:
                     f"the disk did not confirm the journal ({error}): after a power loss, "
                     "events may be missing"
                 )
+
+    def _sync_pictures(self) -> None:
+        """Sync the pictures that events name: the journal refers to them."""
+        # Not where they are written: the step would wait for the disk.
+        named = tuple(self._pictures)
+        try:
+            disk.sync_all(named, self._folder)
+        except OSError as error:
+            self.problems.append(
+                f"the disk did not confirm pictures ({error}): after a power loss, some may be "
+                "missing"
+            )
+        for path in named:
+            self._pictures.pop(path, None)
 
     def _is_due(self, event: Event) -> bool:
         """Return whether to write now. Events of one window have one time, and go together."""

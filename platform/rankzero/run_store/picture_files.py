@@ -6,6 +6,7 @@ Reading uses no pickle, and reads a bounded number of bytes whatever the file cl
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import re
@@ -17,10 +18,11 @@ from typing import Any
 
 from rankzero.events import PicturesTaken
 from rankzero.permanent_errors import lacks_resources
-from rankzero.run_store import symlinks
+from rankzero.run_store import disk, symlinks
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 
+UPLOADED = "pictures_uploaded.txt"
 MAX_BYTES = 256 << 20  # more than sixteen colour images of 2048 x 2048
 _MAX_ARRAYS = 64
 # Names of complete files, and of files that are being written.
@@ -28,7 +30,10 @@ _OURS = re.compile(r"step_\d+_\d+\.npz|\.step_\d+_\d+\.npz\.\d+")
 
 
 def write(path: Path, arrays: Mapping[str, Any], max_bytes: int = MAX_BYTES) -> None:
-    """Write the arrays in one step. Raises ValueError if they are too large, OSError."""
+    """Write the arrays in one step. Raises ValueError if they are too large, OSError.
+
+    Nothing is synced, because the step waits. The journal does it before its own sync.
+    """
     import numpy as np
 
     size = sum(array.nbytes for array in arrays.values())
@@ -46,7 +51,8 @@ def write(path: Path, arrays: Mapping[str, Any], max_bytes: int = MAX_BYTES) -> 
 def clear(folder: RunFolder) -> None:
     """Remove the files that no event of the journal names: a killed writer left them.
 
-    For the only writer, before it writes: a courier may be drawing from the others. Raises nothing.
+    Syncs the others, because the next attempt syncs the journal that names them. For the only
+    writer, before it writes: a courier may be drawing from the others. Raises nothing.
     """
     with contextlib.suppress(OSError):
         left = [] if folder.pictures.is_symlink() else sorted(folder.pictures.iterdir())
@@ -58,6 +64,38 @@ def clear(folder: RunFolder) -> None:
         for path in left:
             if path.name not in named:
                 path.unlink(missing_ok=True)
+        disk.sync_all(left, folder.path)
+
+
+def mark_uploaded(folder: RunFolder, path: Path) -> None:
+    """Note that MLflow has what is drawn from a file, before it is deleted. Raises nothing.
+
+    Otherwise a replay could take it for a file that was lost.
+    """
+    marks = folder.path / UPLOADED
+    # Without the file, the folder was moved, and another run may have its name.
+    with contextlib.suppress(OSError):
+        if path.exists():
+            with open(marks, "a", encoding="utf-8", opener=symlinks.no_follow) as file:
+                # A line that a power loss cut does not swallow this one.
+                file.write(f"\n{path.name}")
+            disk.sync_all([marks], folder.path)
+
+
+def is_uploaded(folder: RunFolder, path: Path) -> bool:
+    """Return whether `mark_uploaded` has noted the file."""
+    marks = folder.path / UPLOADED
+    try:
+        return path.name in _names(marks, marks.stat().st_size)
+    except OSError:
+        return False
+
+
+@functools.lru_cache(maxsize=1)
+def _names(marks: Path, size: int) -> frozenset[str]:
+    # A file that grew is read again. A replay asks for each picture of a run.
+    del size
+    return frozenset(marks.read_text(encoding="utf-8", errors="replace").splitlines())
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -21,17 +21,24 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankzero.events import DataDescribed, Event, ParamsLogged, RunEnded, RunStarted
+from rankzero.events import (
+    DataDescribed,
+    Event,
+    ParamsLogged,
+    PicturesTaken,
+    RunEnded,
+    RunStarted,
+)
 from rankzero.mlflow_store.items import RETRIES, MetricBatch, MlflowItem, Tags, name_of, parts_of
 from rankzero.mlflow_store.uris import RunGone
 from rankzero.permanent_errors import refusal
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import delivery_state, disk, run_locks
-from rankzero.run_store.delivery_state import Task
+from rankzero.run_store.delivery_state import Problems, Task
 from rankzero.run_store.folder import EVENTS, FolderGone, RunFolder
 from rankzero.run_store.journal import READ_BYTES, take
 from rankzero.tracking import description, open_run
@@ -259,14 +266,7 @@ class Deliverer:
                 problems = problems.reject(
                     f"{name} before byte {chunk.offset:,}", f"{chunk.foreign} lines are no events"
                 )
-            # A power loss must not take from the journal what MLflow has: the steps would be
-            # trained again, with other values.
-            try:
-                self._sync(path)
-            except OSError as error:
-                problems = problems.remark(
-                    name, f"the disk did not confirm it; a power loss may take a part: {error}"
-                )
+            problems = self._confirm(path, chunk.events, problems)
             offsets[name], checksums[name] = chunk.offset, chunk.checksum
         # A killed writer may leave a part of a line, which stays unread.
         if offsets == cursor.offsets:
@@ -280,6 +280,23 @@ class Deliverer:
         if not items:
             self.commit()
         return True
+
+    def _confirm(self, path: Path, events: Iterable[Event], problems: Problems) -> Problems:
+        """Sync the pictures that events name, then their journal. Return the problems."""
+        run = self._folder
+        taken = [run.path / event.path for event in events if isinstance(event, PicturesTaken)]
+        pictures = functools.partial(disk.sync_all, taken, run.path, self._sync)
+        journal = functools.partial(self._sync, path)
+        # A power loss must not take from the journal what MLflow has: the steps would be trained
+        # again, with other values.
+        for name, sync in ((run.pictures.name, pictures), (path.name, journal)):
+            try:
+                sync()
+            except OSError as error:
+                problems = problems.remark(
+                    name, f"the disk did not confirm it; a power loss may take a part: {error}"
+                )
+        return problems
 
     def _begin_end(self) -> None:
         end = self.state.queue.ending

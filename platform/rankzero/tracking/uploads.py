@@ -122,7 +122,10 @@ def _upload_pictures(
     if _leads_out(path, folder.pictures):
         return _rejected(state, what, f"{event.path!r} leads out of the run's folder")
     if not path.exists():
-        return state  # A courier that died before it could write its state has uploaded them.
+        # A courier that died before it could write its state may have uploaded them.
+        if picture_files.is_uploaded(folder, path):
+            return state
+        return _rejected(state, what, f"{event.path} is gone")
     with tempfile.TemporaryDirectory(prefix="rankzero-") as place:
         try:
             drawn = image_grids.draw(picture_files.read(path), event.step, Path(place))
@@ -131,16 +134,28 @@ def _upload_pictures(
             if lacks_resources(error):
                 raise
             state = _rejected(state, what, f"{type(error).__name__}: {error}")
-            drawn = {}
-        if drawn:
-            milliseconds = scalars.milliseconds(event.time) or 0
-            newest = target.store.log_pictures(target.run.run_id, drawn, event.step, milliseconds)
-            done = {f"{folder.artifacts.name}/{name}": f"step {event.step}" for name in newest}
-            state = _uploaded(state, done)
+        else:
+            state = _log_pictures(drawn, event, target, folder, state)
+            picture_files.mark_uploaded(folder, path)
     # A path that cannot be deleted (a folder, a read-only disk) is uploaded or rejected by now.
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
     return state
+
+
+def _log_pictures(
+    drawn: Mapping[str, Path],
+    event: PicturesTaken,
+    target: Target,
+    folder: RunFolder,
+    state: DeliveryState,
+) -> DeliveryState:
+    if not drawn:
+        return state
+    milliseconds = scalars.milliseconds(event.time) or 0
+    newest = target.store.log_pictures(target.run.run_id, drawn, event.step, milliseconds)
+    done = {f"{folder.artifacts.name}/{name}": f"step {event.step}" for name in newest}
+    return _uploaded(state, done)
 
 
 def _uploaded(state: DeliveryState, artifacts: Mapping[str, str]) -> DeliveryState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import shutil
 import sqlite3
 import urllib.parse
@@ -14,12 +15,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from rankzero.mlflow_store.client import MlflowRuns, RunRecord
+from rankzero.mlflow_store.client import MlflowRuns, RunRecord, artifact_locations
 from rankzero.mlflow_store.client.artifact_locations import ArtifactLocations
 from rankzero.permanent_errors import NeverAccepted
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking.deliverer import Deliverer
+from support.pictures import arrays, taken
 from support.runs import T0, append, deleted, ended, make_folder, saved, started
+from support.syncs import recorded
 
 Lie = Callable[[Path, str], str]
 ELSEWHERE: dict[str, Lie] = {
@@ -117,6 +120,66 @@ def test_a_folder_that_retention_deleted_leaves_nothing_behind(sqlite: str, tmp_
     with pytest.raises(FileNotFoundError):
         location.upload_folder(tmp_path / "deleted")
     assert not location._folder.exists()
+
+
+def test_what_is_copied_into_the_embedded_store_is_synced_with_its_folders(
+    sqlite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = recorded(monkeypatch)
+    folder, tracker, run, model_id = begun(tmp_path, sqlite)
+    order_of_model, [place] = list(order), tmp_path.glob(f"artifacts/*/models/{model_id}/artifacts")
+    files = [path for path in place.rglob("*") if path.is_file()]
+    folders = [place / "ranks", place, *place.parents[:5]]
+    assert set(order_of_model) >= {*files, *folders} and folders[-1] == tmp_path
+    first = order_of_model.index(place / "ranks")
+    assert {order_of_model.index(path) < first for path in files} == {True}
+    for number in range(2):
+        order.clear()
+        tracker.log_artifact(run.run_id, folder.path / "run.json", "sub")
+        [file] = tmp_path.glob(f"artifacts/*/{run.run_id}/artifacts/sub/run.json")
+        above = [*file.parents[:2], *(() if number else file.parents[2:6])]
+        assert order == [file, *above], "the folders above the run's once"
+
+
+def test_pictures_are_on_the_disk_before_their_arrays_are_deleted(
+    sqlite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, failures = make_folder(tmp_path, sqlite), iter([True])
+    append(folder, started(), taken(folder, 5, arrays()), ended())
+    source, delivery, there = folder.pictures / "step_00000005.npz", list[Path](), list[bool]()
+
+    def see(path: Path) -> None:
+        if path.suffix in (".png", ".webp"):
+            there.append(source.exists() and not delivery)
+            if next(failures, False):
+                raise OSError(errno.EIO, "Input/output error")
+        elif not source.exists():
+            delivery.append(path)
+
+    order = recorded(monkeypatch, see)
+    deliverer = Deliverer(folder, 0, MlflowRuns, longest_wait=0.0)
+    deliverer.hasten()
+    while deliverer.work() or not deliverer.complete:
+        pass
+    images = {path for path in tmp_path.glob("artifacts/*/*/artifacts/*/*") if path.suffix != ".md"}
+    assert {path for path in images if path.suffix in (".png", ".webp")} <= set(order)
+    assert len(there) >= 18 and all(there), "tried again after the error, and only then deleted"
+    assert deliverer.state.retries.failures == 1 and not deliverer.state.problems.rejected
+    assert delivery and not source.exists()
+
+
+def test_nothing_is_synced_for_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uploaded: list[str] = []
+    repository: Any = SimpleNamespace(
+        log_artifact=lambda path, below: uploaded.append(path),
+        log_artifacts=uploaded.append,
+    )
+    location = artifact_locations._ArtifactLocation(repository, None)
+    (tmp_path / "a.txt").write_text("a")
+    order = recorded(monkeypatch)
+    location.upload_file(tmp_path / "a.txt")
+    location.upload_folder(tmp_path)
+    assert len(uploaded) == 2 and not order
 
 
 @pytest.mark.parametrize("lie", ELSEWHERE)

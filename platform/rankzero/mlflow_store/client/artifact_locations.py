@@ -21,6 +21,7 @@ from rankzero.mlflow_store.client import mlflow_compat
 from rankzero.mlflow_store.client.connection import patience
 from rankzero.mlflow_store.client.records import require_id
 from rankzero.permanent_errors import NeverAccepted
+from rankzero.run_store import disk
 
 _RUN_ID, _MODEL_ID = re.compile(r"[0-9a-f]{32}"), re.compile(r"m-[0-9a-f]{32}")
 _CHANGED = re.compile("[#?]|%[0-9A-Fa-f]{2}")
@@ -36,11 +37,13 @@ _REFUSED = (
 class _ArtifactLocation:
     """The files of one run or logged model.
 
-    `folder`: where they are on this machine, or None if they are elsewhere.
+    `folder`: where they are on this machine, or None if they are elsewhere. `top`: the highest of
+    the folders above that may be new. An upload to this machine is on its disk at the return.
     """
 
-    def __init__(self, repository: Any, folder: Path | None) -> None:
+    def __init__(self, repository: Any, folder: Path | None, top: Path | None = None) -> None:
         self._repository, self._folder = repository, folder
+        self._top = top
 
     def upload_file(self, path: Path, below: str | None = None) -> None:
         """Upload a file into the folder `below`. Raises NeverAccepted if a link leads elsewhere."""
@@ -51,12 +54,14 @@ class _ArtifactLocation:
             raise NeverAccepted("a server cannot get a name with #, ? or % and two hex digits")
         with patience(path):
             self._repository.log_artifact(str(path), below)
+        self._confirm([name])
 
     def upload_folder(self, path: Path) -> None:
         """Upload a folder's content. Raises NeverAccepted if a link leads elsewhere."""
         self._refuse_links(names(path))
         if self._folder is not None:
             _copy_into(path, self._folder)
+            self._confirm(names(path))
             return
         with patience(path):
             self._repository.log_artifacts(str(path))
@@ -74,6 +79,15 @@ class _ArtifactLocation:
         elif self._folder.exists():
             # Not by MLflow, which unquotes the path twice and then deletes another folder.
             shutil.rmtree(self._folder)
+
+    def _confirm(self, written: Iterable[str]) -> None:
+        """Return once this machine's disk has the files. Raises OSError if it fails or is full."""
+        # A picture's source is deleted, and delivery.json is synced, once the upload returns.
+        if self._folder is None or self._top is None:
+            return
+        disk.sync_all([self._folder / name for name in written], self._top)
+        # The folders above have their names for good.
+        self._top = self._folder
 
     def _refuse_links(self, written: Iterable[str]) -> None:
         """Raise NeverAccepted if a link leads one of the paths `written` out of the folder."""
@@ -119,13 +133,15 @@ class ArtifactLocations:
         self, location: str | None, experiment_id: str, below: tuple[str, ...] | None
     ) -> _ArtifactLocation:
         location = location or ""
-        folder = _local_folder(location)
+        folder, top = _local_folder(location), None
         if folder is not None:
             experiment = self._client.get_experiment(experiment_id)
             base = _local_folder(experiment.artifact_location or "")
             _require_usual(folder, base, below)
+            # The first upload creates the experiment's folder, and the store's of artifacts.
+            top = folder.parents[: len(below or ()) + 3][-1]
         repository = mlflow_compat.artifact_repository(location, self._uri)
-        return _ArtifactLocation(repository, folder)
+        return _ArtifactLocation(repository, folder, top)
 
 
 def names(folder: Path) -> set[str]:
