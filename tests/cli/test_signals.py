@@ -10,11 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
 
+from rankzero.cli.main import main
 from rankzero.events import Evaluated, RunEnded, RunStarted
+from rankzero.mlflow_store import server
 from rankzero.run_store.folder import RunFolder
 from support.commands import (
     TINY,
@@ -28,6 +31,7 @@ from support.commands import (
     wait_for_status,
     wait_until,
 )
+from support.stores import copied
 
 CLOCKED = TINY.with_name("clocked.py")
 ENDLESS = ("step_seconds=0.02", "train.epochs=1000", "train.log_every=2")
@@ -301,3 +305,22 @@ def test_signal_during_the_delivery_ends_the_wait_with_the_same_exit_code(
         "unhurried it waits for 15 s; the way out takes some where all cores are busy"
     )
     assert "rankzero sync late" in output
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_interrupt_while_the_ui_starts_ends_it_quietly(
+    code: int,
+    tmp_path: Path,
+    empty_database: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    copied(empty_database, tmp_path)
+    # A server that ends with the terminal's Ctrl-C, before it answers. It has none of our imports.
+    program = (
+        "import os, signal, sys, time; time.sleep(1); os.kill(os.getppid(), signal.SIGINT); "
+        f"sys.exit({code})"
+    )
+    monkeypatch.setattr(server, "command", lambda *_: [sys.executable, "-ISc", program])
+    assert main(["ui", "--port", str(free_port()), "--no-open", "--dir", str(tmp_path)]) == 0
+    assert "".join(capfd.readouterr()) == ""

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 import webbrowser
@@ -82,20 +83,29 @@ def run(arguments: argparse.Namespace) -> int:
             stderr=subprocess.PIPE,
             pass_fds=(lock,),
         ) as process,
-        _ends_with_us(process),
+        _ends_with_us(process) as stopping,
     ):
         links = list(_links(arguments.dir, access.address, empty))  # while the server starts
-        _wait_until_up(process, access.address)
-        # The runs first: MLflow's own start page begins with other things.
-        lines = [*links, f"MLflow UI: {access.address}  (Ctrl-C ends it)", notes]
-        print(*filter(None, lines), sep="\n", flush=True)
-        best = links[0].partition(" ")[2] if links else access.address
-        if arguments.result_file is not None:
-            write_atomically(arguments.result_file, json.dumps({"address": best}))
-        if arguments.open:
-            webbrowser.open(best)
+        if _is_up(process, access.address, stopping):
+            _announce(arguments, access.address, links, notes)
         _wait_for_end(process)
-    return 0 if process.returncode in (0, -signal.SIGTERM, -signal.SIGINT) else 1
+    # A server that is stopped while it starts may end with any code.
+    is_wanted = stopping.is_set() or process.returncode in (0, -signal.SIGTERM, -signal.SIGINT)
+    return 0 if is_wanted else 1
+
+
+def _announce(
+    arguments: argparse.Namespace, address: str, links: Sequence[str], notes: str
+) -> None:
+    """Say where the runs are: on the terminal, to our own program, and in a browser."""
+    # The runs first: MLflow's own start page begins with other things.
+    lines = [*links, f"MLflow UI: {address}  (Ctrl-C ends it)", notes]
+    print(*filter(None, lines), sep="\n", flush=True)
+    best = links[0].partition(" ")[2] if links else address
+    if arguments.result_file is not None:
+        write_atomically(arguments.result_file, json.dumps({"address": best}))
+    if arguments.open:
+        webbrowser.open(best)
 
 
 def _no_store(root: Path) -> str:
@@ -125,15 +135,20 @@ def _require_free(access: server.Access, root: Path) -> None:
             ) from error
 
 
-def _wait_until_up(process: subprocess.Popen[bytes], address: str) -> None:
+def _is_up(process: subprocess.Popen[bytes], address: str, stopping: threading.Event) -> bool:
+    """Wait until the server answers; return False if it is stopped before that."""
     deadline = time.monotonic() + _STARTUP_SECONDS
     while time.monotonic() < deadline:
-        if process.poll() is not None:
+        # In this order: the terminal's Ctrl-C reaches the server, too, and it may end at once.
+        has_ended = process.poll() is not None
+        if stopping.is_set():
+            return False
+        if has_ended:
             _, errors = process.communicate()
             text = errors.decode(errors="replace")[-2000:]
             raise RunFailed(f"MLflow's server did not start:\n{text}")
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=2):
-            return
+            return True
         time.sleep(0.1)
     raise RunFailed(f"MLflow's server did not answer on {address} within {_STARTUP_SECONDS:.0f} s")
 
@@ -181,14 +196,18 @@ def _save_views(tracking_uri: str, runs: Sequence[Summary]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _ends_with_us(process: subprocess.Popen[bytes]) -> Iterator[None]:
+def _ends_with_us(process: subprocess.Popen[bytes]) -> Iterator[threading.Event]:
+    """Stop the server when this process is; yield whether it was, by SIGINT or SIGTERM."""
+    stopping = threading.Event()
+
     def end(_number: int, _frame: FrameType | None) -> None:
+        stopping.set()
         process.terminate()
 
     # Without a handler SIGTERM would end this process and leave the server running.
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        yield stopping
     finally:
         process.terminate()
         for number, handler in before.items():
