@@ -32,6 +32,29 @@ def _run(*words: object, cwd: Path) -> str:
     return done.stdout
 
 
+def _python(version: str) -> str | None:
+    """Return a Python of that version that runs: a shim of pyenv may have none behind it."""
+    folders = os.environ["PATH"].split(os.pathsep)
+    found = (shutil.which(f"python{version}", path=folder) for folder in folders)
+    return next((one for one in found if one and _runs(one)), None)
+
+
+def _runs(python: str) -> bool:
+    return subprocess.run([python, "-c", "pass"], capture_output=True, check=False).returncode == 0
+
+
+def test_shim_without_a_python_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, code in (("shims", 127), ("bin", 0)):
+        (tmp_path / name).mkdir()
+        program = tmp_path / name / "python3.99"
+        program.write_text(f"#!/bin/sh\nexit {code}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/shims")
+    assert _python("3.99") is None
+    monkeypatch.setenv("PATH", f"{tmp_path}/shims{os.pathsep}{tmp_path}/bin")
+    assert _python("3.99") == f"{tmp_path}/bin/python3.99"
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
@@ -49,7 +72,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_installed_wheel_trains_and_shows_a_new_experiment(
     version: str, wheel: Path, tmp_path: Path
 ) -> None:
-    python = sys.executable if version == OWN else shutil.which(f"python{version}")
+    python = sys.executable if version == OWN else _python(version)
     if python is None:
         pytest.skip(f"this machine has no python{version}")
     environment, folder = tmp_path / "environment", tmp_path / "empty folder"
