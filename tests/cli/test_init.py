@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
+import sys
+import types
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from rankzero import config, experiment_file
 from rankzero.cli.init import TEMPLATES
@@ -12,7 +17,26 @@ from rankzero.cli.main import main
 from support.training import Trainer
 
 
+class StandIn(nn.Module):
+    """Has what RankZero uses of a LightningModule."""
+
+    automatic_optimization = True
+
+
+@pytest.fixture
+def lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning, or a stand-in where it is not installed."""
+    if importlib.util.find_spec("lightning") is None:
+        package, found = types.ModuleType("lightning"), types.ModuleType("lightning.pytorch")
+        base = type("LightningModule", (StandIn,), {"__module__": found.__name__})
+        package.__spec__ = importlib.machinery.ModuleSpec("lightning", None)
+        monkeypatch.setattr(found, "LightningModule", base, raising=False)
+        monkeypatch.setitem(sys.modules, "lightning", package)
+        monkeypatch.setitem(sys.modules, "lightning.pytorch", found)
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.usefixtures("lightning")
 def test_a_template_trains(template: str, tmp_path: Path, train: Trainer) -> None:
     path = tmp_path / "new folder" / f"my_{template}-try.py"
     assert main(["init", str(path), "--template", template]) == 0
@@ -21,6 +45,14 @@ def test_a_template_trains(template: str, tmp_path: Path, train: Trainer) -> Non
     assert f"rankzero train {path.name}" in path.read_text()
     short = config.override(experiment(), {"train.epochs": 1, "train.steps": 2})
     assert train(short, tmp_path / "run").state.step == 2
+
+
+def test_template_of_a_package_that_is_missing_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert main(["init", str(tmp_path / "mine.py"), "--template", "lightning"]) == 0
+    assert "pip install 'rankzero[lightning]'" in capsys.readouterr().out
 
 
 def test_no_file_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
