@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from rankzero.errors import UserError
-from rankzero.mlflow_store import drivers, ready_tables
+from rankzero.mlflow_store import drivers
 from rankzero.run_store import lock_files
 from rankzero.run_store.location import make_root
 
@@ -127,6 +127,8 @@ def make_tables(tracking_uri: str, make: Callable[[str], object]) -> None:
     path = sqlite_path(tracking_uri)
     if path is None or not is_empty(path):
         return
+    from rankzero.mlflow_store import ready_tables  # few commands need it
+
     # The tables must appear in one step. MLflow's own migrations leave half of them if they are
     # killed or if two processes run them at once, and no later attempt can continue.
     with _alone(path, _SETUP_SECONDS) as alone:
