@@ -143,6 +143,14 @@ def test_the_tutorial_runs(rankzero: Command, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_four_commands_lead_from_an_empty_folder_to_the_browser() -> None:
+    # tests/test_wheel.py runs the same commands with a wheel.
+    first, *_ = blocks(ROOT / "docs/tutorial.md", "bash")
+    words = [shlex.split(line)[:2] for line in first.splitlines()]
+    verbs = (["rankzero", verb] for verb in ("init", "train", "ui"))
+    assert words == [["pip", "install"], *verbs]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_commands_of_a_page_are_legal(page: Path) -> None:
     texts = (text.replace("\\\n", "") for text in (*blocks(page, "sh"), *blocks(page, "")))
