@@ -68,11 +68,10 @@ class Journal:
         self._steps_written = 0.0
         self.lost = self._uncounted = 0
         self.problems: list[str] = []
-        self._is_unconfirmed = False
-        self._folder = path.parent
+        self._is_unconfirmed, self._folder = False, path.parent
         self._pictures: dict[Path, None] = {}
         if is_new:
-            self._confirm(lambda: disk.sync(path.parent))
+            self._confirm(lambda: disk.sync(self._folder))
 
     def __call__(self, event: Event) -> None:
         try:
