@@ -65,6 +65,8 @@ def test_a_later_attempt_brings_only_the_tags_that_are_new() -> None:
     sent, state = starts(2, state, team="vision", stage="final")
     assert sent == {"stage": "final"}
     assert starts(3, state, team="speech", stage="final")[0] == {"team": "speech"}
+    _, state = starts(3, state)
+    assert starts(4, state, team="vision")[0] == {}
 
 
 def test_within_an_attempt_nothing_is_held_back() -> None:

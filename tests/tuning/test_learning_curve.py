@@ -64,6 +64,9 @@ def test_energy_is_that_of_the_gpus_and_without_any_that_of_the_processors() -> 
 def test_energy_to_the_target_is_its_share_of_the_whole() -> None:
     events = [*epochs(0.5, 0.7, 0.9), SystemSampled(0.0, 0, {"system/gpu_0_energy_joules": 60.0})]
     assert Objective("energy", ACCURACY, 0.8).value(folded(events, ACCURACY)) == pytest.approx(50.0)
+    start, *rest = ({"system/gpu_0_energy_joules": joules} for joules in (3000.0, 3060.0))
+    events = [SystemSampled(0.0, 0, start), *events[:-1], SystemSampled(0.0, 1, rest[0])]
+    assert Objective("energy", ACCURACY, 0.8).value(folded(events, ACCURACY)) == pytest.approx(50.0)
 
 
 def test_the_metric_is_interpolated_between_evaluations() -> None:

@@ -183,7 +183,12 @@ def _run(verb: str, experiment: Experiment, run_name: str | None, **options: Any
     # The name is chosen here, so that the run can be found after the command has ended.
     runs = root_of(options["dir"]) / "runs"
     # `name` is the command's other spelling of the same option.
-    name = options.pop("name", None) or run_name
+    other = options.pop("name", None)
+    if run_name and other and run_name != other:
+        raise UserError(
+            f"run_name={run_name!r} and name={other!r} are one option: give one of them"
+        )
+    name = run_name or other
     name = name or new_name(runs, "" if verb == "train" else verb)
     words += ["--run-name", name, *_options(**options)]
     if verb == "train" and notebook.is_running():

@@ -19,7 +19,7 @@ from pathlib import Path
 from rankzero.mlflow_store import limits, ready_tables
 from rankzero.mlflow_store.items import MetricPoint
 
-_LOCKED_SECONDS = 5.0  # SQLAlchemy's own
+_LOCKED_SECONDS = 20.0  # MLflow's own
 _ACTIVE = "SELECT 1 FROM runs WHERE run_uuid = ? AND lifecycle_stage = 'active'"
 _COLUMNS = '("key", value, timestamp, step, is_nan, run_uuid) VALUES (?, ?, ?, ?, ?, ?)'
 _INSERT = f"""INSERT INTO metrics {_COLUMNS}

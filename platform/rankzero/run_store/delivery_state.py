@@ -172,7 +172,7 @@ class DeliveryState:
     retries: Retries = Retries()
     page: Page = Page()
     user_tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Those that the newest attempt began with."""
+    """Those that the attempts began with, each as the newest one that has it."""
     claim: str = ""
     """The token of the run's latest claim when this was written."""
     updated: float = 0.0

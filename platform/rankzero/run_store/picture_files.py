@@ -46,6 +46,10 @@ def write(path: Path, arrays: Mapping[str, Any], max_bytes: int = MAX_BYTES) -> 
     with open(temporary, "wb", opener=symlinks.no_follow) as file:
         np.savez(file, **arrays)
     temporary.replace(path)
+    marks = path.parent.parent / UPLOADED
+    with contextlib.suppress(OSError):
+        if not marks.exists():
+            open(marks, "a", encoding="utf-8", opener=symlinks.no_follow).close()
 
 
 def clear(folder: RunFolder) -> None:
@@ -67,10 +71,10 @@ def clear(folder: RunFolder) -> None:
         disk.sync_all(left, folder.path)
 
 
-def mark_uploaded(folder: RunFolder, path: Path) -> None:
-    """Note that MLflow has what is drawn from a file, before it is deleted. Raises nothing.
+def mark_done(folder: RunFolder, path: Path) -> bool:
+    """Note that a file was uploaded or rejected. Return whether it may be deleted now.
 
-    Otherwise a replay could take it for a file that was lost.
+    Otherwise a replay could take it for a file that was lost. Raises nothing.
     """
     marks = folder.path / UPLOADED
     # Without the file, the folder was moved, and another run may have its name.
@@ -80,13 +84,17 @@ def mark_uploaded(folder: RunFolder, path: Path) -> None:
                 # A line that a power loss cut does not swallow this one.
                 file.write(f"\n{path.name}")
             disk.sync_all([marks], folder.path)
+            return True
+    return False
 
 
-def is_uploaded(folder: RunFolder, path: Path) -> bool:
-    """Return whether `mark_uploaded` has noted the file."""
+def is_done(folder: RunFolder, path: Path) -> bool:
+    """Return whether `mark_done` has noted the file, or the run is of a version without marks."""
     marks = folder.path / UPLOADED
     try:
         return path.name in _names(marks, marks.stat().st_size)
+    except FileNotFoundError:
+        return True
     except OSError:
         return False
 

@@ -170,7 +170,9 @@ class _Draft:
         self._ending, self._ended = None, False
         self._upload_artifacts()
         self.remark_texts(event.params, tags_for_mlflow(event.environment))
-        before, self._user_tags = self._user_tags, tags_of_user(event.environment)
+        before = self._user_tags
+        # An attempt that names no tags, such as a resume, takes none back.
+        self._user_tags = {**before, **tags_of_user(event.environment)}
         new = {key: tag for key, tag in event.environment.items() if before.get(key) != tag}
         return dataclasses.replace(event, environment=new)
 

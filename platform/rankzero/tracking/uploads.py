@@ -123,7 +123,7 @@ def _upload_pictures(
         return _rejected(state, what, f"{event.path!r} leads out of the run's folder")
     if not path.exists():
         # A courier that died before it could write its state may have uploaded them.
-        if picture_files.is_uploaded(folder, path):
+        if picture_files.is_done(folder, path):
             return state
         return _rejected(state, what, f"{event.path} is gone")
     with tempfile.TemporaryDirectory(prefix="rankzero-") as place:
@@ -136,10 +136,10 @@ def _upload_pictures(
             state = _rejected(state, what, f"{type(error).__name__}: {error}")
         else:
             state = _log_pictures(drawn, event, target, folder, state)
-            picture_files.mark_uploaded(folder, path)
     # A path that cannot be deleted (a folder, a read-only disk) is uploaded or rejected by now.
     with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
+        if picture_files.mark_done(folder, path):
+            path.unlink(missing_ok=True)
     return state
 
 

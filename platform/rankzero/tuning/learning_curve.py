@@ -36,6 +36,8 @@ class LearningCurve:
     ended: RunEnded | None = None
     peaks: dict[str, float] = dataclasses.field(default_factory=dict)
     """The highest mean of each system metric."""
+    joules_before: float = 0.0
+    """The energy up to the first report of steps."""
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -43,6 +45,8 @@ class LearningCurve:
                 # A trial may begin again with a smaller micro-batch.
                 self.ended, self.total_steps = None, event.total_steps
             case StepsLogged(steps=steps, metrics=metrics):
+                if not self.step:
+                    self.joules_before = self.joules or 0.0
                 if STEP_SECONDS in metrics:
                     # The reported seconds are means over the steps since the last report.
                     self.seconds += metrics[STEP_SECONDS][-1] * (steps[-1] - self.step)

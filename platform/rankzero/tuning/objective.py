@@ -100,7 +100,8 @@ class Objective:
         """Return whether the trial cannot beat the value `best` any more, whatever its quality."""
         if self.name not in TO_TARGET or best is None:
             return False
-        spent = curve.seconds if self.name == "time-to-target" else curve.joules or 0.0
+        is_time = self.name == "time-to-target"
+        spent = curve.seconds if is_time else (curve.joules or 0.0) - curve.joules_before
         return spent > slack * best
 
     def is_worse(
@@ -119,7 +120,7 @@ class Objective:
         return bool(before) and self.gap(curve) > self.gap(other)
 
     def _watts(self, curve: LearningCurve) -> float:
-        """Return the joules of each second of training. Evaluations' energy counts in it."""
+        """Return the joules of each second of training. The start's energy does not count."""
         if not curve.joules:
             raise UserError(
                 "--objective energy needs a counter of energy, and this machine shows none: NVML "
@@ -127,7 +128,9 @@ class Objective:
                 "/sys/class/powercap/intel-rapl:*/energy_uj, which only root may read. Use "
                 "--objective time-to-target"
             )
-        return curve.joules / max(curve.seconds, 1e-9)
+        # A short trial may have no sample before its end.
+        spent = curve.joules - curve.joules_before or curve.joules
+        return spent / max(curve.seconds, 1e-9)
 
     def _negated_best(self, curve: LearningCurve) -> float:
         if curve.best is None:

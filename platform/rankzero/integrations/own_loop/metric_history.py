@@ -15,7 +15,7 @@ Row = tuple[Any, float, Mapping[str, Any]]  # step, time, values by name
 
 
 # Beyond these, the oldest are forgotten: irregular steps must not fill the memory.
-_MOST = 10_000
+_MOST = 1_000
 _MOST_EVALUATIONS = 1_000
 
 
@@ -186,7 +186,7 @@ class MetricHistory:
         elif step > series.step:
             series.append(step, value, moment)
         elif step in series:
-            self._note_difference(name, step, value)
+            self._note_loss(name, step, value)
             return False
         else:
             self._tell(f"{name} back", f"the steps of {name} go back from {series.step} to {step}")
@@ -199,10 +199,16 @@ class MetricHistory:
             )
         return True
 
-    def _note_difference(self, name: str, step: int, value: float) -> None:
+    def _note_loss(self, name: str, step: int, value: float) -> None:
+        """Note that a second value of a step is lost, unless it is equal to the first."""
         series, (known, _) = self._series[name], self._evaluations.get(step, ({}, 0.0))
-        # The value of an older step is known only if it was an evaluation's.
         before = series.value if step == series.step else known.get(name)
-        if repr(value) != repr(before):
+        if before is None:
+            self._tell(
+                f"{name} again",
+                f"the steps of {name} go back from {series.step} to {step}, which has a value: "
+                "MLflow keeps the first value of a step, so log steps that count on",
+            )
+        elif repr(value) != repr(before):
             text = f"{name} was logged twice at step {step}: the first counts"
             self._tell(f"{name} twice", text)
