@@ -136,7 +136,8 @@ def test_delivery_problems_are_printed_with_what_mlflow_lacks(
     assert told[0].startswith("7 tries to deliver failed") and "- metric x: no" in told
     assert told[-1] == (
         "not everything is in MLflow yet (ConnectionError: refused); it lacks an upload, the best "
-        f"model. Nothing is lost on this disk: rankzero sync {folder.path.name}"
+        f"model. Nothing is lost on this disk: rankzero sync {folder.path.name} "
+        f"--dir {folder.path.parent.parent}"
     )
     assert sum("ConnectionError" in line for line in told) == 1
 

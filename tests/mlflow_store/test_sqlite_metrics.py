@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from mlflow import MlflowClient
 from mlflow.entities import Metric
@@ -45,6 +45,7 @@ def rows(uri: str, run_id: str) -> list[list[tuple[object, ...]]]:
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(batches=[[MetricPoint("loss", value, 0, 0) for value in (0.0, math.nan)]])
 @given(st.lists(st.lists(POINTS, max_size=6), min_size=1, max_size=4))
 def test_they_are_what_mlflow_writes(sqlite: str, batches: list[list[MetricPoint]]) -> None:
     client = MlflowClient(sqlite)

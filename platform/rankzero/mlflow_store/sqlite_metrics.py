@@ -42,9 +42,10 @@ def log_points(database: Path, run_id: str, points: Sequence[MetricPoint]) -> bo
     if not _knows_the_tables() or not all(map(_is_plain, points)):
         return False
     rows = [_row(point, run_id) for point in points]
-    # As MLflow does, by step, time and value.
-    ordered = sorted(rows, key=lambda row: (row[3], row[2], row[1]))
-    latest = {row[0]: row for row in ordered}
+    latest = dict[str, _Row]()
+    # As MLflow does, by step, time and value; the first of equal ones.
+    for row in sorted(rows, key=lambda row: (row[3], row[2], row[1]), reverse=True):
+        latest.setdefault(row[0], row)
     uri = f"{database.absolute().as_uri()}?mode=rw"
     with contextlib.closing(
         sqlite3.connect(uri, uri=True, timeout=_LOCKED_SECONDS, isolation_level=None)
