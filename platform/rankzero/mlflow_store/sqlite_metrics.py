@@ -1,7 +1,8 @@
 """Points of metrics, written into the tables of MLflow's SQLite database.
 
 MLflow's own client makes an object of each row, and checks it three times. That takes 90 us of
-processor time for a point. It is done only for the version of MLflow whose tables are in this package (`ready_tables`).
+processor time for a point. It is done only for the version of MLflow whose tables are in this
+package (`ready_tables`).
 """
 
 from __future__ import annotations
