@@ -188,8 +188,7 @@ def _run(verb: str, experiment: Experiment, run_name: str | None, **options: Any
         raise UserError(
             f"run_name={run_name!r} and name={other!r} are one option: give one of them"
         )
-    name = run_name or other
-    name = name or new_name(runs, "" if verb == "train" else verb)
+    name = run_name or other or new_name(runs, "" if verb == "train" else verb)
     words += ["--run-name", name, *_options(**options)]
     if verb == "train" and notebook.is_running():
         with notebook.progress(RunFolder(runs / name), experiment.goal):

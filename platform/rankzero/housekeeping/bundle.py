@@ -227,7 +227,7 @@ def _place(unpacked: Path, folder: RunFolder, tracking_uri: str, named: list[str
         experiment=read.experiment,
         tracking_uri=tracking_uri,
         artifact_root=uris.artifact_root(tracking_uri),
-        experiment_file=download.file_here(_relative(read), folder.path.parent.parent),
+        experiment_file=download.file_here(_relative(read), folder.root),
         project_dir=str(Path.cwd()),
         # A child that was exported alone stands alone: it would wait for its parent for ever.
         parent=read.parent if read.parent in named else None,

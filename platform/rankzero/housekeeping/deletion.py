@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankzero.catalog import command_lines, deleted, lookup
@@ -55,7 +54,7 @@ class Housekeeper:
         if name != folder.path.name:
             return f"its folder is a copy of {name}, or was renamed: MLflow has one run for both"
         if place := _original(folder):
-            command = command_lines.line(_root(folder), "relocate")
+            command = command_lines.line(folder.root, "relocate")
             return f"its store was moved or copied from {place}: {command}, or delete it there"
         with alone(folder) as unused:
             return self._loss(folder) if unused else "it runs, or its delivery does"
@@ -64,7 +63,7 @@ class Housekeeper:
         """Return what nobody could bring back if the run was erased, or None."""
         lacks = _undelivered(folder)
         if lacks and not self.discard_undelivered:
-            command = command_lines.line(_root(folder), "sync", folder.path.name)
+            command = command_lines.line(folder.root, "sync", folder.path.name)
             return f"MLflow lacks {lacks}: {command}, or --discard-undelivered"
         known = map(self._in_mlflow, parts(folder))
         versions = [one for store, run_id in known if store for one in store.registered(run_id)]
@@ -96,7 +95,7 @@ class Housekeeper:
             store, run_id = self._in_mlflow(one)
             there = store is None or store.restore(run_id)
             if one == folder and not there:
-                command = command_lines.line(_root(folder), "prune", "--deleted")
+                command = command_lines.line(folder.root, "prune", "--deleted")
                 raise UserError(
                     f"MLflow has erased {folder.path.name}; its folder {folder.path} stays until "
                     f"`{command}`"
@@ -150,7 +149,7 @@ class Housekeeper:
         """Yield the runs whose deletion a list cannot see, with their stores and ids there."""
         for folder in folders:
             store, run_id = self._in_mlflow(folder)
-            embedded = uris.default_tracking_uri(_root(folder))
+            embedded = uris.default_tracking_uri(folder.root)
             if store is not None and folder.identity.tracking_uri != embedded:
                 yield folder, store, run_id
 
@@ -166,10 +165,6 @@ class Housekeeper:
         return self._stores[uri], run_id
 
 
-def _root(folder: RunFolder) -> Path:
-    return folder.path.parent.parent
-
-
 def mark(folder: RunFolder) -> None:
     """Mark a run as deleted, for lists."""
     if not folder.deleted.exists():
@@ -178,7 +173,7 @@ def mark(folder: RunFolder) -> None:
 
 def _forget_study(folder: RunFolder) -> None:
     """Delete a search's study, or else the same command would continue it without its trials."""
-    database = folder.path.parent.parent / STUDIES
+    database = folder.root / STUDIES
     if folder.children and database.exists():
         # The import of Optuna takes a second.
         from rankzero.tuning.study import delete_study
@@ -212,7 +207,7 @@ def _original(folder: RunFolder) -> str | None:
     """Return the store that the run's folder, or its whole store, was moved or copied from."""
     uri, path = folder.identity.tracking_uri, uris.sqlite_path(folder.identity.tracking_uri)
     is_known = (lookup.mlflow_id(folder) or "") in deleted.read_store(folder.path.parent).runs
-    mine = folder.path.parent.parent / uris.DATABASE
+    mine = folder.root / uris.DATABASE
     if is_known and (path is None or path.resolve() != mine.resolve()):
         return uri
     home = RunFolder((mine if path is None else path).parent / "runs" / folder.path.name)

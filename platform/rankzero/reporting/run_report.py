@@ -48,7 +48,7 @@ _GAP = "&nbsp;\n\n"
 
 def page(folder: RunFolder) -> str:
     """Return a run's page in MLflow as text, as if a run without an end ended now."""
-    text = for_terminal(written(folder, load(path_of(folder, 0)), folder.path.parent.parent))
+    text = for_terminal(written(folder, load(path_of(folder, 0)), folder.root))
     # MLflow has the note above the page, where users edit it.
     note = fold(read_all(folder.events)).note
     return f"{note}\n\n{text}" if note else text

@@ -150,6 +150,11 @@ class RunFolder:
         return self.path / "models"
 
     @property
+    def root(self) -> Path:
+        """The folder of the store that the run is in: ``mlruns``."""
+        return self.path.parent.parent
+
+    @property
     def pictures(self) -> Path:
         """The arrays that pictures are drawn from, until MLflow has the pictures."""
         return self.path / "pictures"

@@ -22,7 +22,7 @@ from rankzero.run_store import disk, symlinks
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 
-UPLOADED = "pictures_uploaded.txt"
+DONE = "pictures_done.txt"
 MAX_BYTES = 256 << 20  # more than sixteen colour images of 2048 x 2048
 _MAX_ARRAYS = 64
 # Names of complete files, and of files that are being written.
@@ -46,7 +46,8 @@ def write(path: Path, arrays: Mapping[str, Any], max_bytes: int = MAX_BYTES) -> 
     with open(temporary, "wb", opener=symlinks.no_follow) as file:
         np.savez(file, **arrays)
     temporary.replace(path)
-    marks = path.parent.parent / UPLOADED
+    marks = path.parent.parent / DONE
+    # A run without this file is of a version that made no marks.
     with contextlib.suppress(OSError):
         if not marks.exists():
             open(marks, "a", encoding="utf-8", opener=symlinks.no_follow).close()
@@ -76,7 +77,7 @@ def mark_done(folder: RunFolder, path: Path) -> bool:
 
     Otherwise a replay could take it for a file that was lost. Raises nothing.
     """
-    marks = folder.path / UPLOADED
+    marks = folder.path / DONE
     # Without the file, the folder was moved, and another run may have its name.
     with contextlib.suppress(OSError):
         if path.exists():
@@ -90,7 +91,7 @@ def mark_done(folder: RunFolder, path: Path) -> bool:
 
 def is_done(folder: RunFolder, path: Path) -> bool:
     """Return whether `mark_done` has noted the file, or the run is of a version without marks."""
-    marks = folder.path / UPLOADED
+    marks = folder.path / DONE
     try:
         return path.name in _names(marks, marks.stat().st_size)
     except FileNotFoundError:

@@ -86,6 +86,11 @@ class LearningCurve:
         return self.peaks.get("system/gpu_energy_joules", one_gpu)
 
     @property
+    def training_joules(self) -> float | None:
+        """Return the energy since the first report of steps, or None if it is not measured."""
+        return None if self.joules is None else self.joules - self.joules_before
+
+    @property
     def memory_megabytes(self) -> float | None:
         """Return the most memory that one of the job's GPUs had in use, or None without a GPU."""
         ending = "memory_usage_megabytes"

@@ -101,7 +101,7 @@ class Objective:
         if self.name not in TO_TARGET or best is None:
             return False
         is_time = self.name == "time-to-target"
-        spent = curve.seconds if is_time else (curve.joules or 0.0) - curve.joules_before
+        spent = curve.seconds if is_time else curve.training_joules or 0.0
         return spent > slack * best
 
     def is_worse(
@@ -123,13 +123,12 @@ class Objective:
         """Return the joules of each second of training. The start's energy does not count."""
         if not curve.joules:
             raise UserError(
-                "--objective energy needs a counter of energy, and this machine shows none: NVML "
-                "has one of NVIDIA's GPUs, and Linux one of processors, in "
-                "/sys/class/powercap/intel-rapl:*/energy_uj, which only root may read. Use "
-                "--objective time-to-target"
+                "--objective energy found no counter. NVIDIA's driver counts the energy of GPUs "
+                "(NVML). Linux counts that of processors, and only root may read it "
+                "(/sys/class/powercap/intel-rapl:*/energy_uj). Use --objective time-to-target"
             )
         # A short trial may have no sample before its end.
-        spent = curve.joules - curve.joules_before or curve.joules
+        spent = curve.training_joules or curve.joules
         return spent / max(curve.seconds, 1e-9)
 
     def _negated_best(self, curve: LearningCurve) -> float:

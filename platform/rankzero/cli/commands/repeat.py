@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_how_to_continue(folder: RunFolder, stopped: str) -> None:
-    again = command(folder.path.parent.parent, "repeat", folder.path.name)
+    again = command(folder.root, "repeat", folder.path.name)
     print(f"stopped by {stopped}; continue: {again}", flush=True)
 
 
@@ -215,6 +215,6 @@ def _deliver(folder: RunFolder, forwarder: SignalForwarder, *, offline: bool) ->
         if delivery_status.status(child).done and not hurried():
             seconds = patience().seconds
             best_model.in_new_process(child, delivery_notes.print_note, hurried, seconds)
-    root = folder.path.parent.parent
+    root = folder.root
     again = command(root, "report", folder.path.name)
     print(f"look:  {look(folder.identity.tracking_uri, root)}   again: {again}", flush=True)

@@ -120,7 +120,7 @@ def _show(found: Sequence[Summary], limit: int, asked: Sequence[str]) -> None:
         table.add_row(*_cells(one, goal), *(_cell(one, key) for key in extra))
     terminal.print(table)
     if any(_lacks(one) for one in found[:limit]):
-        again = escape(command_lines.line(found[0].folder.path.parent.parent, "sync"))
+        again = escape(command_lines.line(found[0].folder.root, "sync"))
         terminal.print(f"{_INCOMPLETE} not everything is in MLflow: {again}", style="dim")
     if len(found) > limit:
         terminal.print(f"{limit} of {len(found):,} runs; -n {len(found)} shows all", style="dim")

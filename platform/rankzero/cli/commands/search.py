@@ -246,7 +246,7 @@ def open_run(
 def _refuse_other(folder: RunFolder, verb: str) -> None:
     """Raise UserError if the folder has a run of another verb, or of the user's own loop."""
     if deleted.is_hidden(folder):
-        back = command(folder.path.parent.parent, "delete", "--restore", folder.path.name)
+        back = command(folder.root, "delete", "--restore", folder.path.name)
         raise UserError(
             f"the {verb} {folder.path.name!r} is deleted: bring it back with `{back}`, or choose "
             "another --name"

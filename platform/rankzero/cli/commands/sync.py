@@ -48,7 +48,7 @@ def _deliver(folder: RunFolder) -> int:
         print(f"{name}: {error}")
         return FAILED
     # `pending` counts what MLflow refused to take for now, not what it rejected for good.
-    again = command_lines.line(folder.path.parent.parent, "sync", name)
+    again = command_lines.line(folder.root, "sync", name)
     if result.pending:
         why = result.error or "no answer"
         done = f"{result.delivered:,} values delivered, the rest failed"

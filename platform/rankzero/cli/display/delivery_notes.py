@@ -74,4 +74,4 @@ def offline_note(folder: RunFolder) -> str:
 
 
 def _sync(folder: RunFolder) -> str:
-    return command_lines.line(folder.path.parent.parent, "sync", folder.path.name)
+    return command_lines.line(folder.root, "sync", folder.path.name)

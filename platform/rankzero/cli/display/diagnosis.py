@@ -138,7 +138,7 @@ def _warnings(folder: RunFolder) -> Iterator[str]:
 
 def _advice(folder: RunFolder, listed: Summary) -> Iterator[str]:
     def command(verb: str) -> str:
-        return escape(command_lines.line(folder.path.parent.parent, verb, listed.name))
+        return escape(command_lines.line(folder.root, verb, listed.name))
 
     if listed.status == ELSEWHERE:
         yield "rank 0 ran on another machine: that machine and MLflow have the result"

@@ -73,7 +73,7 @@ def delete(keeper: Housekeeper, folders: Sequence[RunFolder], *, yes: bool) -> i
     for folder in folders:
         keeper.delete(folder)
     name = folders[0].path.name if len(folders) == 1 else "RUN"
-    root = folders[0].path.parent.parent
+    root = folders[0].root
     back = command(root, "delete", "--restore", name)
     print(f"deleted {_count(folders)}; bring back: {back}")
     print(f"free the disk: {command(root, 'prune', '--deleted')}")

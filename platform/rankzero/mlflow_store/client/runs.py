@@ -107,11 +107,13 @@ class MlflowRuns:
         later attempt has others: the first one may be sent again, after somebody changed them.
         """
         tags = {**tags_for_mlflow(event.environment), "rankzero.attempt": str(event.attempt)}
-        present = self._run(run_id).data.tags
-        mine = (DESCRIPTION, *(tags_of_user(tags) if event.attempt == 1 else ()))
-        for key in mine:
-            if limits.name(key) in present or event.attempt > 1:
-                tags.pop(key, None)
+        if event.attempt > 1:
+            tags.pop(DESCRIPTION, None)
+        else:
+            present = self._run(run_id).data.tags
+            for key in (DESCRIPTION, *tags_of_user(tags)):
+                if limits.name(key) in present:
+                    tags.pop(key, None)
         run = self.log_params(run_id, event.params, tags)
         if run.info.status != "RUNNING":
             self._client.update_run(run_id, status="RUNNING")

@@ -67,7 +67,7 @@ def in_new_process(
     reason = None
     if unfinished:  # it may have put half a message into the queue, which is not read
         why = "the command is stopping" if hurried() else "it took too long"
-        again = command_lines.line(folder.path.parent.parent, "sync", folder.path.name)
+        again = command_lines.line(folder.root, "sync", folder.path.name)
         reason = f"{why}; {again} does it"
     elif not problems.empty():
         reason = problems.get()
@@ -96,7 +96,7 @@ def experiment_of(folder: RunFolder) -> Experiment:
             "program"
         )
     # A file among the runs may have been downloaded with a run.
-    if Path(reference).resolve().is_relative_to(folder.path.parent.parent.resolve()):
+    if Path(reference).resolve().is_relative_to(folder.root.resolve()):
         raise UserError(f"{reference} lies among the runs: what came with a run is not executed")
     return config.override(experiment_file.load(reference)(), config.read_file(folder.config))
 
