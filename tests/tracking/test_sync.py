@@ -17,14 +17,16 @@ import pytest
 
 from rankzero.catalog import lookup
 from rankzero.cli.commands import sync as sync_command
+from rankzero.events import SystemSampled
 from rankzero.mlflow_store import patience
 from rankzero.run_store import delivery_state as state
 from rankzero.run_store import run_locks
 from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.journal import Journal
 from rankzero.tracking import delivery_status, sync
 from rankzero.tracking.deliverer import Deliverer
 from support.memory_store import MemoryStore
-from support.runs import append, ended, make_folder, started, stuck
+from support.runs import T0, append, ended, make_folder, started, stuck
 
 LONG = 60.0  # seconds: nobody waits so long in these tests
 
@@ -271,3 +273,28 @@ def test_what_a_recorder_leaves_that_gives_up_is_delivered_by_who_waited(tmp_pat
     sync.deliver(folder, patience=20.0)
     gives_up.join()
     assert delivery_status.status(folder).done
+
+
+@pytest.mark.parametrize("starts_late", [False, True])
+def test_the_sample_that_a_recorder_writes_after_the_end_is_delivered(
+    tmp_path: Path, starts_late: bool
+) -> None:
+    folder = make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
+    append(folder, started(), ended())
+    token = run_locks.claim(folder, 0).token
+    announce = functools.partial(run_locks.announce_recorder, folder, 0, token)
+    before = None if starts_late else announce()
+
+    def take_the_last_sample() -> None:
+        recorder = before or announce()
+        journal = Journal(folder.system(0))
+        journal(SystemSampled(T0 + 101, 0, {"system/cpu": 0.5}))
+        journal.close()
+        assert recorder is not None
+        os.close(recorder)
+
+    samples = threading.Timer(2.0, take_the_last_sample)
+    samples.start()
+    delivery = sync.deliver(folder, patience=20.0)
+    samples.join()
+    assert delivery.complete and delivery.delivered > 0

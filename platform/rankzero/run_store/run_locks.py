@@ -177,9 +177,20 @@ def announce_recorder(folder: RunFolder, node: int, token: str) -> int | None:
         return None
     found = latest(folder, node)
     if try_lock(descriptor) and found is not None and found.token == token:
+        with contextlib.suppress(OSError):  # A full disk only makes others wait for longer.
+            os.write(descriptor, b".")
         return descriptor
     os.close(descriptor)
     return None
+
+
+def has_announced(folder: RunFolder) -> bool:
+    """Return whether node 0's latest recorder has ever held its lock. It may be dead by now."""
+    found = latest(folder, 0)
+    try:
+        return found is not None and _live_path(folder, 0, found.token).stat().st_size > 0
+    except OSError:
+        return False
 
 
 def has_live_recorder(folder: RunFolder) -> bool:

@@ -151,4 +151,5 @@ def recorder_lives(folder: RunFolder) -> bool:
         return True
     claim = run_locks.latest(folder, 0)
     # A recorder that was only just started may not hold a lock yet.
-    return claim is not None and time.time() - claim.time < STARTUP_SECONDS
+    starts = claim is not None and time.time() - claim.time < STARTUP_SECONDS
+    return starts and not run_locks.has_announced(folder)

@@ -23,6 +23,9 @@ def deliver(folder: RunFolder, *, patience: float = GRACE_SECONDS) -> Delivery:
     FolderGone and InvalidRunFolder; the latter for a child only after the other children.
     """
     symlinks.refuse(folder.path)
+    if lookup.last_end(folder) is not None:
+        # The recorder's last sample comes after the end of the run.
+        wait(folder, patience, lambda delivery: delivery.complete)
     numbers = (path.stem.rpartition("_")[2] for path in folder.path.glob("system-node_*.jsonl"))
     for node in sorted({0, *(int(number) for number in numbers if number.isdigit())}):
         if not _deliver_node(folder, node, patience) and node == 0:
