@@ -367,10 +367,11 @@ class Experiment:
     def pictures(self, model: Any, batch: Any) -> Mapping[str, Any]:
         """Return {name: image} to show in MLflow. None unless overridden.
 
-        An image is a tensor [c, h, w] or [h, w] (floats from 0 to 1, or bytes), an array, a PIL
-        image or a matplotlib figure. Called with the first validation batch of an evaluation, on
-        every rank, because the forward may be a collective. Rank 0's images are shown. The model is
-        in evaluation mode, without gradients. Random numbers drawn here do not affect the training.
+        An image is a tensor [c, h, w] or [h, w] (floats from 0 to 1, or integers to 255), an array,
+        a PIL image or a matplotlib figure. Other values are scaled. Called with the first
+        validation batch of an evaluation, on every rank, because the forward may be a collective.
+        Rank 0's images are shown. The model is in evaluation mode, without gradients. Random
+        numbers drawn here do not affect the training.
 
         The training continues after an exception, with a notice. But if the forward is a
         collective (``train.strategy=fsdp`` or ``tp``), an exception on one rank leaves the others

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,11 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from mlflow import MlflowClient
+from PIL import Image
 from torch.distributed import checkpoint
 
 import rankzero
-from rankzero.events import ArtifactLogged, Noticed
+from rankzero.events import ArtifactLogged, Noticed, PicturesTaken, TagsSet
 from rankzero.integrations.own_loop import logged_files
 from rankzero.integrations.own_loop.tracked_run import TrackedRun
 from rankzero.run_store import delivery_state
@@ -118,6 +122,20 @@ def test_tags_whose_names_differ_only_in_odd_characters_all_reach_mlflow(
     run.finish()
 
 
+def test_another_process_keeps_the_names_of_tags_and_the_tables(tmp_path: Path) -> None:
+    for tag in ("t_u", "t(u"):  # each as in a process of its own
+        run = rankzero.track("mine", name="again", offline=True)
+        run.set_tag(tag, tag)
+        run.log_table([[1]], f"{len(tag)}-{tag == 't_u'}.json")
+        # As an earlier version let programs do.
+        run._log(TagsSet(0.0, {"mlflow.loggedArtifacts": "no list"}))
+        run.finish()
+    store = MemoryStore()
+    delivered(folder_of(run), store)
+    assert store.tags["t_u"] == "t_u" and "t(u" in store.tags.values()
+    assert {"3-True.json", "3-False.json"} <= store.artifacts.keys()
+
+
 def test_what_a_folder_contains_is_copied_without_the_runs_beside_it(run: TrackedRun) -> None:
     Path("deep").mkdir()
     for name in ("deep/b.txt", "c.txt"):
@@ -216,7 +234,9 @@ def test_bad_input_is_noted_and_costs_nothing_else(
     actions: list[tuple[Any, tuple[Any, ...], str]] = [
         (run.log_params, (3,), "a param is not logged: ConfigError"),
         (run.set_tags, ({"rankzero.uuid": "x"},), "rankzero.uuid is RankZero's own"),
+        (run.set_tags, ({"mlflow.loggedArtifacts": "x"},), "loggedArtifacts is RankZero's own"),
         (run.log_artifact, ("absent.bin",), "absent.bin is not logged: FileNotFoundError"),
+        (run.log_artifact, ("/dev/zero",), "/dev/zero is not a regular file"),
         (run.log_artifact, (None,), "None is not logged: TypeError"),
         (run.log_table, ([[1]], None), "None is not logged: TypeError"),
         (run.log_text, ("x", "../out.txt"), "'../out.txt' cannot be the name"),
@@ -263,6 +283,10 @@ def test_file_that_cannot_be_copied_costs_no_other_of_its_folder(
     for name in (".hydra/config.yaml", ".ignore", "a.txt", "gone.txt", "z.txt"):
         Path("out", name).parent.mkdir(parents=True, exist_ok=True)
         Path("out", name).write_text(name)
+    Path("out/nowhere").symlink_to("nothing")
+    Path("out/circle").symlink_to(".")
+    Path("out/link.txt").symlink_to("a.txt")
+    os.mkfifo("out/pipe")
     save = logged_files.write
 
     def write(folder: RunFolder, name: str, *rest: Any) -> ArtifactLogged:
@@ -272,10 +296,50 @@ def test_file_that_cannot_be_copied_costs_no_other_of_its_folder(
     monkeypatch.chdir("out")
     monkeypatch.setattr(logged_files, "write", write)
     run.log_artifact(".")
-    assert "2 of 5 files" in capsys.readouterr().out
+    assert "5 of 9 files" in capsys.readouterr().out
     copied = folder_of(run).artifacts / "out"
     found = {str(path.relative_to(copied)) for path in copied.rglob("*") if path.is_file()}
-    assert found == {".hydra/config.yaml", "a.txt", "z.txt"}
+    assert found == {".hydra/config.yaml", "a.txt", "link.txt", "z.txt"}
+    run.finish()
+
+
+def test_copy_that_takes_long_is_noted_once(
+    run: TrackedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("whole.pt").write_bytes(bytes(100))
+    seconds = itertools.count(step=20)
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(seconds)))
+    for _ in range(2):
+        run.log_artifact("whole.pt")
+    monkeypatch.undo()
+    assert capsys.readouterr().out.count("s to copy whole.pt") == 1
+    run.finish()
+
+
+def test_image_that_changes_is_noted_once(
+    run: TrackedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    integers = torch.arange(256).reshape(1, 16, 16)
+    run.log_image(integers, "integers.png")
+    run.log_image(np.zeros((3000, 2, 3), np.uint8), "large.png")
+    assert "image" not in capsys.readouterr().out
+    for _ in range(2):
+        run.log_image(torch.linspace(-1.0, 1.0, 64).reshape(8, 8), "normal.png")
+        run.log_image(np.zeros((3000, 2, 3), np.uint8), key="large")
+        run.log_image(integers, "both.png", key="both", step=3)
+        run.log_image(integers, "file.png", step=3)
+    printed = capsys.readouterr().out
+    for note in (
+        "the image 'normal.png' has values from -1 to 1: the smallest is shown black",
+        "of the image 'large', 1 in 2 rows and columns is kept",
+        "file.png has no step",
+    ):
+        assert printed.count(note) == 1, note
+    artifacts = folder_of(run).artifacts
+    with Image.open(artifacts / "both.png") as both, Image.open(artifacts / "large.png") as large:
+        assert np.array_equal(np.asarray(both), integers[0].numpy()) and large.height == 3000
+    kept = [event for event in read_all(folder_of(run).events) if isinstance(event, PicturesTaken)]
+    assert [event.step for event in kept] == [0, 3, 3, 3]
     run.finish()
 
 

@@ -83,6 +83,23 @@ def test_every_kind_of_image_becomes_bytes(name: str) -> None:
     assert found.shape == shape and found.dtype == np.uint8
 
 
+@pytest.mark.parametrize(
+    "image, expected, notes",
+    [
+        (np.array([[0, 7, 255]]), [0, 7, 255], 0),
+        (np.array([[0, 1, 1]]), [0, 255, 255], 0),
+        (np.array([[0.0, 0.2, 1.0]]), [0, 51, 255], 0),
+        (np.array([[0, 255, 510]]), [0, 128, 255], 1),
+        (np.array([[-1.0, 0.0, 1.0]]), [0, 128, 255], 1),
+        (np.array([[0.0, 127.5, 255.0]]), [0, 128, 255], 1),
+    ],
+)
+def test_only_values_out_of_range_are_scaled(image: Any, expected: list[int], notes: int) -> None:
+    told: list[str] = []
+    found = images_of({"it": image}, lambda about, text: told.append(about))["it"]
+    assert found.ravel().tolist() == expected and told == ["scaled image"] * notes
+
+
 def test_huge_image_is_thinned_before_it_is_copied() -> None:
     huge = np.broadcast_to(np.float32(0.5), (1_000_000, 1_000_000))
     found = images_of({"it": huge})["it"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import os
@@ -19,6 +20,10 @@ from rankzero.run_store.folder import RunFolder, is_hidden_artifact
 
 # RankZero's own folders among a run's artifacts.
 _RESERVED = ("provenance", "failures")
+# The longest side of a JPEG.
+_MOST_PIXELS = 65_535
+# From linux/fs.h: let a file share the blocks of another one.
+_FICLONE = 0x40049409
 
 
 def copy(
@@ -37,15 +42,15 @@ def copy(
         files = {
             f"{source.name}/{path.relative_to(source)}": path
             for path in source.rglob("*")
-            if path.is_file() and (source.is_relative_to(own) or not path.is_relative_to(own))
+            # A link to a folder may lead back. It counts as a file that cannot be copied.
+            if (path.is_symlink() or not path.is_dir())
+            and (source.is_relative_to(own) or not path.is_relative_to(own))
         }
-    # A file of a folder may vanish meanwhile.
-    known = (path for path in files.values() if path.exists() or path == source)
-    size, free = sum(path.stat().st_size for path in known), shutil.disk_usage(folder.path).free
+    size, free = sum(map(_size, files.values())), shutil.disk_usage(folder.path).free
     if size > free:
         raise ValueError(f"it has {size:,} bytes, and the disk of the runs has {free:,} free")
     for name, path in files.items():
-        save = functools.partial(shutil.copyfile, path)
+        save = functools.partial(_copy_file, path)
         try:
             write(folder, f"{place}/{name}" if place else name, save)
         except (OSError, ValueError) as error:
@@ -55,6 +60,24 @@ def copy(
     if lost:
         notice(f"{len(lost)} of {len(files)} files of {source} are not logged, such as: {lost[0]}")
     return ArtifactLogged(time.time(), f"{folder.artifacts.name}/{place or source.name}")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # it vanished
+        return 0
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    if source.exists() and not source.is_file():
+        raise ValueError(f"{source} is not a regular file")
+    with source.open("rb") as before, target.open("wb") as copied:
+        try:
+            # On XFS and Btrfs both files have the same blocks until one changes. It takes no time.
+            fcntl.ioctl(copied, _FICLONE, before.fileno())
+        except OSError:
+            shutil.copyfile(source, target)
 
 
 def write(folder: RunFolder, name: str, save: Callable[[Path], object]) -> ArtifactLogged:
@@ -114,23 +137,31 @@ def save_figure(figure: Any, path: Path) -> None:
         raise ValueError(f"{type(figure).__name__} is no figure of matplotlib or plotly")
 
 
-def save_image(image: Any, path: Path) -> None:
-    """Write an image: a tensor, an array, a PIL image or a figure. Raises ValueError."""
+def save_image(image: Any, name: str, tell: Callable[[str, str], object], path: Path) -> None:
+    """Write an image: a tensor, an array, a PIL image or a figure. Raises ValueError.
+
+    `tell` gets how the image `name` was changed, if it was.
+    """
     from PIL import Image
 
     from rankzero.training.sample_images.user_images import images_of
 
-    (pixels,) = images_of({"image": image}).values()
+    (pixels,) = images_of({name: image}, tell, _MOST_PIXELS).values()
     Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(path)
 
 
-def keep_picture(folder: RunFolder, key: str, image: Any, step: int) -> PicturesTaken:
-    """Keep an image for MLflow's grid of images by step. Raises ValueError."""
+def keep_picture(
+    folder: RunFolder, key: str, image: Any, step: int, tell: Callable[[str, str], object]
+) -> PicturesTaken:
+    """Keep an image for MLflow's grid of images by step. Raises ValueError.
+
+    `tell` gets how the image was changed, if it was.
+    """
     import numpy as np
 
     from rankzero.training.sample_images.user_images import images_of
 
-    ((name, pixels),) = images_of({key: image}).items()
+    ((name, pixels),) = images_of({key: image}, tell).items()
     path = folder.pictures / f"step_{max(step, 0):08d}_{time.time_ns()}.npz"
     picture_files.write(path, {"own_names": np.array([name]), "own_0": pixels})
     return PicturesTaken(time.time(), step, f"{folder.pictures.name}/{path.name}")

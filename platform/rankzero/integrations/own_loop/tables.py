@@ -66,9 +66,7 @@ class ListedTables:
     def add(self, path: str) -> TagsSet | None:
         """Return the event that lists the table, or None if it is listed or there is no room."""
         if self._known is None:  # An earlier attempt may have logged some.
-            events = (one for one in read_all(self._folder.events) if isinstance(one, TagsSet))
-            tags = [one.tags[TAG] for one in events if TAG in one.tags]
-            self._known = json.loads(tags[-1]) if tags else []
+            self._known = _listed(logged_tags(self._folder).get(TAG, "[]"))
         entry = {"path": path, "type": "table"}
         if entry in self._known:
             return None
@@ -80,6 +78,21 @@ class ListedTables:
             return None
         self._known.append(entry)
         return TagsSet(time.time(), {TAG: value})
+
+
+def logged_tags(folder: RunFolder) -> dict[str, str]:
+    """Return the tags that the program has set in this attempt and earlier ones."""
+    events = (event for event in read_all(folder.events) if isinstance(event, TagsSet))
+    return {tag: text for event in events for tag, text in event.tags.items()}
+
+
+def _listed(text: str) -> list[dict[str, str]]:
+    # An earlier version let programs set the tag.
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return []
+    return found if isinstance(found, list) else []
 
 
 def _plain(values: Any) -> Any:

@@ -30,6 +30,8 @@ from rankzero.tracking.run_log import RunLog
 T = TypeVar("T")
 # The import of mlflow on a busy machine, and MLflow's answer.
 _ID_SECONDS = 20.0
+# A copy that takes longer delays a training noticeably.
+_SLOW_SECONDS = 10.0
 # Each try costs a millisecond, or a process. A loop that logs must not wait for one each time.
 _REOPEN_SECONDS = 10.0
 
@@ -60,8 +62,8 @@ class TrackedRun:
         self._goal, self._keep, self._params = goal, keep, dict(params or {})
         self._flush_rows = flush_rows
         self._told: set[str] = set()
-        self._tags: dict[str, str] = {}
-        """The tags by their names in MLflow."""
+        self._tags: dict[str, str] | None = None
+        """The tags by their names in MLflow; None until one is set."""
         self._refused_until = 0.0
         # A handler of a signal may log while its thread logs.
         self._lock = threading.RLock()
@@ -250,13 +252,14 @@ class TrackedRun:
         self.log_params({key: value})
 
     def set_tags(self, tags: Mapping[str, Any]) -> None:
-        """Set tags. Those that begin with ``rankzero.`` are RankZero's own."""
+        """Set tags. RankZero's own are refused: ``rankzero.…``, and MLflow's list of tables."""
 
         def event() -> Event | None:
             texts = self._read(tags, str, "tag")
-            for name in [name for name in texts if name.startswith("rankzero.")]:
-                self.tell(f"tag {name}", f"a tag is not logged: {name} is RankZero's own")
-                del texts[name]
+            for name in [*texts]:
+                if name.startswith("rankzero.") or name == tables.TAG:
+                    self.tell(f"tag {name}", f"a tag is not logged: {name} is RankZero's own")
+                    del texts[name]
             found = self._with_own_names(settings_without_secrets(texts))
             return TagsSet(time.time(), found) if found else None
 
@@ -271,12 +274,15 @@ class TrackedRun:
 
         Returns once it is copied, so the program may change or delete it.
         """
-        self._keep_event(
-            str(local_path),
-            lambda: logged_files.copy(
-                self._log.folder, Path(local_path), artifact_path, self._note
-            ),
-        )
+
+        def copy() -> Event:
+            began = time.monotonic()
+            event = logged_files.copy(self._log.folder, Path(local_path), artifact_path, self._note)
+            if (seconds := time.monotonic() - began) > _SLOW_SECONDS:
+                self.tell("slow", f"log_artifact took {seconds:.0f} s to copy {local_path}")
+            return event
+
+        self._keep_event(str(local_path), copy)
 
     def log_artifacts(self, local_dir: str | Path, artifact_path: str | None = None) -> None:
         """Copy what a folder contains to the run's artifacts, each as `log_artifact` does."""
@@ -331,17 +337,22 @@ class TrackedRun:
     ) -> None:
         """Log a tensor, an array, a PIL image or a figure: as an artifact, or by `key` and step.
 
-        MLflow's page shows the images of a key by step. `step`: by default the newest one.
+        MLflow's page shows the images of a key by step. `step`: by default the newest one. Numbers
+        from 0 to 1 and integers to 255 keep their scale. Others are scaled, with one note.
         """
         if artifact_file is not None:
-            self._keep_file(artifact_file, lambda path: logged_files.save_image(image, path))
+            save = functools.partial(logged_files.save_image, image, artifact_file, self.tell)
+            self._keep_file(artifact_file, save)
+            if step is not None and key is None:
+                self.tell("image step", f"{artifact_file} has no step: log_image has no key for it")
+        if artifact_file is not None and key is None:
             return
 
         def event() -> Event:
             with self._lock:
                 self._attempt.flush()
                 at = self._attempt.history.step_of(step)
-            return logged_files.keep_picture(self._log.folder, key or "image", image, at)
+            return logged_files.keep_picture(self._log.folder, key or "image", image, at, self.tell)
 
         self._keep_event("an image", event)
 
@@ -491,6 +502,9 @@ class TrackedRun:
 
     def _with_own_names(self, tags: Mapping[str, str]) -> dict[str, str]:
         """Return the tags, those renamed that would replace another one in MLflow."""
+        if self._tags is None:  # An earlier process may have set some.
+            logged = tables.logged_tags(self._log.folder)
+            self._tags = {limits.name(tag): tag for tag in logged}
         found = {}
         # Legal names come first, so that they stay.
         for tag in sorted(tags, key=lambda tag: (limits.name(tag) != tag, tag)):

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import io
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,16 @@ _MAX_IMAGES = 16
 _CHANNELS = (1, 3, 4)
 
 
-def images_of(returned: Any) -> dict[str, Any]:
-    """Return what `pictures` returned, as bytes by unique name. Raises ValueError."""
+def images_of(
+    returned: Any,
+    tell: Callable[[str, str], object] = lambda *_: None,
+    max_pixels: int = MAX_PIXELS,
+) -> dict[str, Any]:
+    """Return what `pictures` returned, as bytes by unique name. Raises ValueError.
+
+    `tell` gets how an image was changed, if it was, with a key for that. `max_pixels`: the longest
+    side of an image.
+    """
     if not isinstance(returned, Mapping):
         raise ValueError(
             f"it must return a mapping of names to images, not {type(returned).__name__}"
@@ -36,17 +44,18 @@ def images_of(returned: Any) -> dict[str, Any]:
             number += 1
             name = _cut(str(key), f" ({number})")
         try:
-            found[name] = _as_bytes(image)
+            found[name] = _as_bytes(name, image, tell, max_pixels)
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}") from error
     return found
 
 
-def _as_bytes(image: Any) -> Any:
+def _as_bytes(name: str, image: Any, tell: Callable[[str, str], object], max_pixels: int) -> Any:
     """Return an image as bytes [h, w, 1, 3 or 4]. Raises ValueError.
 
     It may be a tensor or array [c, h, w], [h, w] or [h, w, c], a PIL image or a matplotlib figure.
-    Floats from 0 to 1 keep their scale. Others are scaled from their smallest to largest value.
+    Numbers from 0 to 1 and integers to 255 keep their scale. Others are scaled from their smallest
+    to their largest value.
     """
     image = _as_array(image)
     if image.ndim == 2:
@@ -59,7 +68,10 @@ def _as_bytes(image: Any) -> Any:
             f"{list(image.shape)}"
         )
     # Before anything is copied, because the image may be larger than the memory.
-    factor = -(-max(image.shape[:2]) // MAX_PIXELS)
+    factor = -(-max(image.shape[:2]) // max_pixels)
+    if factor > 1:
+        kept = f"of the image {name!r}, 1 in {factor} rows and columns is kept"
+        tell("large image", f"{kept}: a side is longer than {max_pixels:,} pixels")
     image = np.ascontiguousarray(image[::factor, ::factor])
     if image.dtype == np.uint8:
         return image
@@ -67,7 +79,11 @@ def _as_bytes(image: Any) -> Any:
         raise ValueError(f"an image is made of numbers, not of {image.dtype}")
     real = np.nan_to_num(image.astype(np.float64), posinf=0.0, neginf=0.0)
     low, high = real.min(), real.max()
+    if image.dtype.kind in "iu" and low >= 0 and 1 < high <= 255:
+        return image.astype(np.uint8)
     if low < 0 or high > 1:
+        values = f"the image {name!r} has values from {low:.4g} to {high:.4g}"
+        tell("scaled image", f"{values}: the smallest is shown black, the largest white")
         real = (real - low) / max(high - low, 1e-12)
     return (real * 255).round().astype(np.uint8)
 
