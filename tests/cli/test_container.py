@@ -7,6 +7,8 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -59,11 +61,20 @@ def test_its_end_is_in_mlflow_before_the_container_goes(script: Path, tmp_path: 
 
 
 @pytest.mark.timeout(240)
-def test_a_command_that_does_not_wait_leaves_it_to_sync(script: Path, tmp_path: Path) -> None:
+def test_a_command_that_does_not_wait_leaves_it_to_sync(
+    script: Path, tmp_path: Path, new_store: Path
+) -> None:
+    database = tmp_path / "mlruns" / "mlflow.db"
+    database.parent.mkdir()
+    shutil.copy(new_store, database)
     impatient = {"RANKZERO_WAIT_DELIVERY": "0"}
-    assert ("r", "FINISHED") not in runs_after(
-        tmp_path, "sh", "-c", "./train.sh; true", **impatient
-    )
+    with ThreadPoolExecutor() as pool, closing(sqlite3.connect(database)) as other:
+        found = pool.submit(runs_after, tmp_path, "sh", "-c", "./train.sh; true", **impatient)
+        while not (database.parent / "runs" / "r" / "events.jsonl").exists() and not found.done():
+            time.sleep(0.01)
+        # Or a fast courier would be done before the command.
+        other.execute("BEGIN IMMEDIATE")
+        assert ("r", "FINISHED") not in found.result()
     words = [sys.executable, "-m", "rankzero", "sync"]
     subprocess.run(words, cwd=tmp_path, check=True, capture_output=True)
     with closing(sqlite3.connect(tmp_path / "mlruns" / "mlflow.db")) as store:

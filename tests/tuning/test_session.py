@@ -54,6 +54,7 @@ def search(tmp_path: Path) -> Searcher:
         speed: Mapping[str, Any] | None = None,
         devices: tuple[int, ...] = (1,),
         name: str = "s",
+        like: Study | None = None,
         **options: Any,
     ) -> tuple[Verdict, Study, FakeLauncher, list[str]]:
         launcher = launcher or FakeLauncher()
@@ -73,7 +74,8 @@ def search(tmp_path: Path) -> Searcher:
             lines.append,
         )
         first = [space.sped_up(space.reference_parameters()), *guesses(space)]
-        return session.run(first if speed else first[1:]), study, launcher, lines
+        earlier = next_trial.from_earlier(space, like.trials()) if like else []
+        return session.run(first if speed else first[1:], earlier), study, launcher, lines
 
     run.folder = tmp_path  # type: ignore[attr-defined]
     return run
@@ -384,6 +386,19 @@ def test_a_range_that_the_user_removed_holds_up_no_search() -> None:
     before = of_reference(space, "COMPLETE", 0.0)
     old = dataclasses.replace(before, parameters={**before.parameters, "width": 16})
     assert upcoming(Trials([old]), [], space) is None
+
+
+def test_the_best_of_an_earlier_study_come_right_after_the_reference(search: Searcher) -> None:
+    _, earlier, _, _ = search(name="earlier")
+    best = min(one.value for one in of(earlier, "COMPLETE") if one.value is not None)
+    # From a guess that is bad, too: then learning rates come before other guesses.
+    found, study, launcher, _ = search(
+        experiment=dataclasses.replace(Mine(), lr=0.006), name="s2", like=earlier, trials=3
+    )
+    first = next(iter(earlier.trials().ranked()))
+    assert launcher.started[1].lr == pytest.approx(first.facts["lr"], rel=1e-6)
+    assert launcher.started[1].train.batch_size == first.facts["batch_size"]
+    assert found.beaten and study.trials()[1].value == pytest.approx(best, rel=0.2)
 
 
 class Slowing(FakeLauncher):

@@ -11,15 +11,64 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from rankzero.search_ranges import Choice, Integer, Range
 from rankzero.tuning.learning_curve import CurvePoint
 from rankzero.tuning.objective import MEMORY
-from rankzero.tuning.space import BATCH_INDEX, FACTOR, Space
+from rankzero.tuning.space import BATCH_INDEX, FACTOR, PRECISION, SPEED, Space
 from rankzero.tuning.trial import Trial, Trials
 
 _CLOSE, _NEAR = 0.1, 0.5  # relative
+_MOST_EARLIER = 3
 _STEP_TO_A_FIRST = 8.0  # of the learning rate, until a trial reaches the quality
 Parameters = Mapping[str, Any]
 _Item = TypeVar("_Item")
+
+
+def from_earlier(space: Space, earlier: Trials, winner: int | None = None) -> list[dict[str, Any]]:
+    """Return the parameters of the best earlier trials, in this space, the best first.
+
+    `winner`: the number of the trial that the earlier study confirmed. The reference is left out.
+    """
+    confirmed = [] if winner is None else [earlier[winner]]
+    good = (trial for trial in earlier.ranked() if trial.feasible and trial.counts)
+    found = list[dict[str, Any]]()
+    for trial in [*confirmed, *good]:
+        parameters = _in_space(space, trial)
+        if parameters not in (*found, space.sped_up(space.reference_parameters())):
+            found.append(parameters)
+        if len(found) == _MOST_EARLIER:
+            break
+    return found
+
+
+def _in_space(space: Space, trial: Trial) -> dict[str, Any]:
+    """Return a trial's parameters with this space's scale. The reference has what it lacks."""
+    ranges, facts = space.parameters(), trial.facts
+    found = space.sped_up(space.reference_parameters())
+    given = {PRECISION: facts["precision"], **trial.parameters}
+    kept = set(ranges) - {BATCH_INDEX, FACTOR, SPEED}
+    found |= {name: given[name] for name in kept if _contains(ranges[name], given.get(name))}
+    batch_size = facts["batch_size"]
+    if BATCH_INDEX in ranges:
+        distances = [abs(math.log(one / batch_size)) for one in space.batch_sizes]
+        found[BATCH_INDEX] = distances.index(min(distances))
+    if FACTOR in ranges:
+        factor = facts["lr"] / space.scaled_lr(batch_size)
+        found[FACTOR] = min(max(factor, space.factors.low), space.factors.high)
+    return found
+
+
+def _contains(range_: Range, value: Any) -> bool:
+    if isinstance(range_, Choice):
+        return value in range_.options
+    kinds = int if isinstance(range_, Integer) else (int, float)
+    return isinstance(value, kinds) and range_.low <= value <= range_.high
+
+
+def short_text(space: Space, parameters: Mapping[str, Any]) -> str:
+    """Return the batch size and the learning rate of these parameters, for people."""
+    chosen = space.experiment(parameters)
+    return f"batch {chosen.train.batch_size}, lr {chosen.lr:.2g}"
 
 
 def guesses(space: Space) -> list[dict[str, Any]]:
@@ -49,17 +98,19 @@ def upcoming(
     first: Sequence[Parameters],
     space: Space,
     *,
+    earlier: Sequence[Parameters] = (),
     is_speed: bool = False,
 ) -> Parameters | None:
     """Return the parameters to try next, or None if the sampler shall draw them.
 
-    In order: interrupted trials, those in `first`, those around the best so far. While no trial
+    In order: interrupted trials, the best of an `earlier` study, those in `first`, those around the
+    best so far. While no trial
     reaches the quality, other learning rates come before `first`: they are the likelier cause.
     `is_speed`: the objective is a speed, which no learning rate changes.
     """
     if (again := interrupted(trials, space)) is not None:
         return again
-    plan: list[Parameters] = []
+    plan = list(earlier)
     best = leading(trials)
     is_reached = best is not None and best.feasible
     around = _around_the_best(trials, space, by_lr=not (is_speed and is_reached))

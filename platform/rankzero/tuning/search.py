@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from rankzero import experiment_file
 from rankzero.catalog import dead_runs
 from rankzero.config import values
 from rankzero.config.renamed import with_new_names
@@ -48,7 +49,7 @@ from rankzero.tuning.reports.study_run import (
 )
 from rankzero.tuning.session import DISTURBED, TARGET, Session
 from rankzero.tuning.space import Space
-from rankzero.tuning.study import OWNER, Study, open_study
+from rankzero.tuning.study import OWNER, Study, decided_studies, find_study, open_study
 from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.host import Host
 from rankzero.tuning.trials.launcher import TrainLauncher
@@ -56,8 +57,11 @@ from rankzero.tuning.verdict.cost import DeviceResult, device_result
 from rankzero.tuning.verdict.decide import Verdict
 from rankzero.tuning.verdict.sentence import sentence
 
-FIRST, _PARENT, PRICE = "first", "parent", "price"
-"""Facts of a study: the first guesses, its run in MLflow, and the price of a device for an hour."""
+FIRST, EARLIER, _PARENT, PRICE = "first", "earlier", "parent", "price"
+"""Facts of a study: the first guesses, the best of an earlier study, its run in MLflow, and the
+price of a device for an hour."""
+SUBJECT, WINNER = "subject", "winner"
+"""Facts of a study: the experiment's file and class, and the number of the trial that won."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +78,8 @@ class SearchSetup:
     shared: bool
     """Whether other processes may take part."""
     probes: bool
+    like: str | None
+    """The study whose best trials come first."""
     use: str
     """The command that trains with the sweet spot."""
     again: str
@@ -110,6 +116,7 @@ def run(setup: SearchSetup) -> SearchOutcome:
             "set: return one"
         )
     setup.space.check_reference()
+    earlier = None if setup.like is None else find_study(setup.storage, setup.like)
     # With --offline, nothing has made the folder before.
     make_root(setup.root)
     study = open_study(
@@ -130,10 +137,10 @@ def run(setup: SearchSetup) -> SearchOutcome:
                 "trials side by side give that command --parallel, to share a study between "
                 "machines --storage URL"
             )
-        return _lead(setup, study) if leads else _help(setup, study)
+        return _lead(setup, study, earlier) if leads else _help(setup, study)
 
 
-def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
+def _lead(setup: SearchSetup, study: Study, earlier: Study | None) -> SearchOutcome:
     with _open_run(setup, _identity(setup, study)) as run:
         began = time.monotonic()
         probe = _probe(setup, run) if setup.probes else Probe()
@@ -147,6 +154,7 @@ def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
             study.note(PRICE, setup.options.price)
         # Stored once: a resumed search must not get other guesses from another probe map.
         if FIRST not in study.facts:
+            _note_earlier(setup, space, study, earlier)
             guesses = probe_map.guesses(space, measured) or next_trial.guesses(space)
             study.note(FIRST, guesses)
         setup.notify(f"space  {space}")
@@ -159,7 +167,7 @@ def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
 
         spent, launchers = time.monotonic() - began, _launchers(setup, run)
         session = Session(study, space, launchers, setup.options, notify, already_seconds=spent)
-        verdict = session.run(first_guesses(study))
+        verdict = session.run(*first_guesses(study))
         setup = dataclasses.replace(setup, use=setup.use + _how_many(space, verdict))
         devices = device_result(
             study.trials(),
@@ -231,7 +239,7 @@ def _help(setup: SearchSetup, study: Study) -> SearchOutcome:
     )
     with _open_run(setup, identity) as run:
         session = Session(study, space, _launchers(setup, run), setup.options, setup.notify)
-        session.help(first_guesses(study))
+        session.help(*first_guesses(study))
         own = [one for one in study.trials() if one.facts.get(OWNER) == study.members.own_name]
         # In this order: a leader that decides notes it before it frees its lock.
         decides = study.members.has_leader()
@@ -259,10 +267,30 @@ def _open_run(setup: SearchSetup, identity: Identity) -> AbstractContextManager[
     )
 
 
-def first_guesses(study: Study) -> list[dict[str, Any]]:
-    """Return the parameters that all processes of a study try first."""
+def first_guesses(study: Study) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return what a study's processes try first: its guesses, and the best of an earlier study."""
     # A study of an older version has the older names of settings.
-    return [with_new_names(parameters) for parameters in study.facts[FIRST]]
+    facts = study.facts[FIRST], study.facts.get(EARLIER, ())
+    first, earlier = ([with_new_names(parameters) for parameters in fact] for fact in facts)
+    return first, earlier
+
+
+def _note_earlier(setup: SearchSetup, space: Space, study: Study, earlier: Study | None) -> None:
+    """Note the best trials of an earlier study, which come first, or name a study that has some."""
+    path, cls = experiment_file.split(setup.identity.experiment_file or "")
+    subject = f"{path.name}:{cls}"
+    study.note(SUBJECT, subject)
+    if earlier is None:
+        alike = decided_studies(setup.storage, {SUBJECT: subject}, WINNER)
+        if alike and setup.options.sampler != "grid":
+            setup.notify(
+                f"like   --like {alike[-1]} would begin with the best trials of that study"
+            )
+        return
+    found = next_trial.from_earlier(space, earlier.trials(), earlier.facts.get(WINNER))
+    study.note(EARLIER, found)
+    best = "; ".join(next_trial.short_text(space, one) for one in found) or "it has none but yours"
+    setup.notify(f"like   {earlier.name}: its best trials come first: {best}")
 
 
 def _launchers(setup: SearchSetup, run: StudyRun) -> list[TrainLauncher]:
@@ -294,6 +322,7 @@ def _report(
     # For `rankzero report`, which reads the study alone.
     study.note("objective", verdict.objective)
     study.note("sentence", text)
+    study.note(WINNER, verdict.winner.trial)
     result = f"**{text}**\n\nObjective: {verdict.objective}.\n\n"
     details = f"{trials_markdown(trials)}\n\n{''.join(tables)}{effects_markdown(probe.effects)}"
     use = f"Use it: `{setup.use}`\n"

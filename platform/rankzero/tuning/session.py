@@ -60,14 +60,20 @@ class Session:
         self._pool, self._clock = TrialPool(launchers, options.silence_seconds), clock
         self._budget = Budget(study, space, options, clock, already_seconds, len(launchers))
         self._guesses: Sequence[Mapping[str, Any]] = ()
+        self._earlier: Sequence[Mapping[str, Any]] = ()
         self._repeats, self._losses = 0, Counter[str]()
 
-    def run(self, guesses: Sequence[Mapping[str, Any]] = ()) -> Verdict:
+    def run(
+        self,
+        guesses: Sequence[Mapping[str, Any]] = (),
+        earlier: Sequence[Mapping[str, Any]] = (),
+    ) -> Verdict:
         """Search until the budget is spent, confirm, decide. Raises RunFailed.
 
-        `guesses`: the parameters to try right after the reference.
+        `guesses`: the parameters to try right after the reference, and after the best of an
+        `earlier` study.
         """
-        self._guesses = guesses
+        self._guesses, self._earlier = guesses, earlier
         self._recover()
         try:
             self._train_reference()
@@ -86,9 +92,13 @@ class Session:
             self._budget.keep()
         return self._verdict()
 
-    def help(self, guesses: Sequence[Mapping[str, Any]] = ()) -> None:
+    def help(
+        self,
+        guesses: Sequence[Mapping[str, Any]] = (),
+        earlier: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         """Do trials of a study that another process leads and has trained the reference of."""
-        self._guesses = guesses
+        self._guesses, self._earlier = guesses, earlier
         self._recover()
         self._pool.run(self._next_trial)
 
@@ -173,7 +183,9 @@ class Session:
         if self._options.sampler == "grid":
             return next_trial.interrupted(trials, self._space)
         is_speed = self._options.objective in ("throughput", "tokens")
-        return next_trial.upcoming(trials, self._guesses, self._space, is_speed=is_speed)
+        return next_trial.upcoming(
+            trials, self._guesses, self._space, earlier=self._earlier, is_speed=is_speed
+        )
 
     def _allows_a_trial(self) -> bool:
         return self._repeats < _MOST_REPEATS and self._budget.allows_a_trial()

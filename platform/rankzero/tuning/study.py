@@ -226,6 +226,16 @@ def find_study(storage: str, name: str) -> Study:
         return _loaded(store, storage, name)
 
 
+def decided_studies(storage: str, facts: Mapping[str, Any], verdict: str) -> list[str]:
+    """Return the studies with these facts and one called `verdict`, by name, the newest last."""
+    with open_store(storage) as store:
+        return [
+            one.study_name
+            for one in store.get_all_studies()
+            if verdict in one.user_attrs and all(one.user_attrs.get(k) == facts[k] for k in facts)
+        ]
+
+
 def _loaded(store: optuna.storages.BaseStorage, url: str, name: str) -> Study:
     return Study(optuna.load_study(study_name=name, storage=store), store, url, "random", 0)
 

@@ -72,6 +72,11 @@ def test_a_search_from_the_probe_map_to_training_with_the_sweet_spot(rankzero: C
     assert params["train.batch_size"] == str(found["train"]["batch_size"]) and params["lr"] == str(
         found["lr"]
     )
+    again = ("search", TINY, "--nproc", 2, "--trials", 2, "--seeds", 2, "--study", "s2")
+    code, output = rankzero(*again, "--like", "s", "train.epochs=8", "goal.target=0.8")
+    assert code == 0 and "like   s: " in output, output
+    code, output = rankzero(*again[:-1], "s3", "train.epochs=8", "goal.target=0.8")
+    assert code == 0 and "--like s2 would begin with the best trials" in output, output
     assert gone(rankzero.folder)
 
 
@@ -317,6 +322,8 @@ def at_once(folders: list[Path]) -> int:
         (("--price", "nan"), "--price must be above 0"),
         (("--price", "2", "--objective", "tokens"), "--price is about the time to a target"),
         (("--objective", "energy", "--nnodes", "2"), "counts one machine's energy"),
+        (("--like", "nothing"), "no study is called 'nothing'"),
+        (("--like", "s", "--sampler", "grid"), "--like begins with other trials, and a grid"),
         (("--knobs", "batch,colour"), "no knob is called 'colour'"),
         (("--knobs", "batch,compile"), "needs the probe, which --no-probe leaves out"),
     ],

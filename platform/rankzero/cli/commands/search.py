@@ -110,6 +110,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a database or journal:///FILE, which machines may share (default: studies.db in --dir)"
     )
     add("--storage", help=shared)
+    like = "begin with the best trials of an earlier study in the same storage"
+    add("--like", metavar="STUDY", help=like)
     # For rankzero.search, which runs the command: the study's name as JSON.
     add("--result-file", type=Path, help=argparse.SUPPRESS)
     unprobed = "search without measuring speeds first"
@@ -287,6 +289,7 @@ def _search(
         storage=arguments.storage or default_storage(arguments.dir),
         shared=arguments.storage is not None,
         probes=arguments.probe,
+        like=arguments.like,
         use=command(None, "train", arguments.experiment, "--from", identity.name),
         again=text_without_secrets(shlex.join([program(), *sys.argv[1:]])),
         offline=arguments.offline,
@@ -327,6 +330,10 @@ def _search_options(arguments: argparse.Namespace) -> SearchOptions:
         raise UserError(f"--seeds must be at least 2, got {arguments.seeds}: {why}")
     if arguments.objective == "quality" and arguments.trial_minutes is None:
         raise UserError("--objective quality needs --trial-minutes, the training time of a trial")
+    if arguments.like is not None and arguments.sampler == "grid":
+        raise UserError(
+            "--like begins with other trials, and a grid covers its cells: leave it out"
+        )
     _check_cost(arguments)
     if arguments.objective == "energy" and arguments.nnodes > 1:
         raise UserError("--objective energy counts one machine's energy: leave out --nnodes")

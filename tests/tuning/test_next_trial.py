@@ -1,0 +1,69 @@
+"""The best configurations of an earlier study in the space of a new one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankzero import Choice, Experiment, Goal, Train, Uniform
+from rankzero.tuning.next_trial import from_earlier, short_text
+from rankzero.tuning.space import BATCH_INDEX, FACTOR, PRECISION, make_space
+from rankzero.tuning.trial import REPEAT, Trial, Trials
+
+
+class Mine(Experiment):
+    search = {"width": Choice(8, 16), "dropout": Uniform(0.0, 0.5)}
+    train: Train = Train(batch_size=32, epochs=20)
+    goal: Goal = Goal("val/accuracy", "max", target=0.9)
+    lr: float = 0.01
+    width: int = 8
+    dropout: float = 0.1
+
+
+SPACE = make_space(Mine(), 1, 0.5, ("fp32", "bf16"), samples=1000)
+
+
+def trial(number: int, value: float, batch: int = 64, lr: float = 0.02, **more: Any) -> Trial:
+    facts = {"batch_size": batch, "lr": lr, "precision": more.pop("precision", "fp32")}
+    quality = more.pop("quality", 0.0)
+    facts |= {REPEAT: 0} if more.pop("is_copy", False) else {}
+    return Trial(number, "COMPLETE", more, value, {"quality": quality}, facts)
+
+
+def test_the_best_come_in_order_without_copies_misses_and_the_reference() -> None:
+    earlier = Trials(
+        [
+            trial(0, 9.0, 32, 0.01),
+            trial(1, 3.0, 64, precision="bf16", width=16),
+            trial(2, 3.0, 64, is_copy=True),
+            trial(3, 1.0, 64, quality=0.1),
+            trial(4, 2.0, 128),
+            trial(5, 2.5, 128),
+            trial(6, 4.0, 256, width=17, dropout=0.9),
+        ]
+    )
+    found = from_earlier(SPACE, earlier)
+    chosen = [SPACE.experiment(one) for one in found]
+    assert [(one.train.batch_size, one.lr) for one in chosen] == [
+        (128, pytest.approx(0.02)),
+        (64, pytest.approx(0.02)),
+        (256, pytest.approx(0.02)),
+    ]
+    assert [one[PRECISION] for one in found] == ["fp32", "bf16", "fp32"]
+    # What is no longer in the ranges is the reference's.
+    assert [(one["width"], one["dropout"]) for one in found] == [(8, 0.1), (16, 0.1), (8, 0.1)]
+    assert short_text(SPACE, found[0]) == "batch 128, lr 0.02"
+    assert from_earlier(SPACE, earlier, winner=6)[0] == found[2]
+    assert from_earlier(SPACE, Trials([trial(0, 9.0, 32, 0.01)])) == []
+
+
+@given(st.integers(1, 10**6), st.floats(1e-9, 1e3))
+def test_every_earlier_trial_has_a_place_in_the_space(batch: int, lr: float) -> None:
+    found = from_earlier(SPACE, Trials([trial(0, 1.0, batch, lr)]))
+    for parameters in found:
+        assert 0 <= parameters[BATCH_INDEX] < len(SPACE.batch_sizes)
+        assert SPACE.factors.low <= parameters[FACTOR] <= SPACE.factors.high
+        assert set(parameters) == set(SPACE.parameters())
