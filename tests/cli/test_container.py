@@ -70,7 +70,8 @@ def test_a_command_that_does_not_wait_leaves_it_to_sync(
     impatient = {"RANKZERO_WAIT_DELIVERY": "0"}
     with ThreadPoolExecutor() as pool, closing(sqlite3.connect(database)) as other:
         found = pool.submit(runs_after, tmp_path, "sh", "-c", "./train.sh; true", **impatient)
-        while not (database.parent / "runs" / "r" / "events.jsonl").exists() and not found.done():
+        recorder = (database.parent / "runs" / "r").glob
+        while not any(one.stat().st_size for one in recorder("*.live")) and not found.done():
             time.sleep(0.01)
         # Or a fast courier would be done before the command.
         other.execute("BEGIN IMMEDIATE")
