@@ -161,6 +161,7 @@ def test_runs_as_json_have_the_same_keys(here: Here) -> None:
             "data",
             "mlflow_name",
             "bytes",
+            "parent_mlflow_name",
             "params",
             "metrics",
             "tags",

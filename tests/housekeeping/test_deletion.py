@@ -244,6 +244,28 @@ def test_name_that_two_runs_have_deletes_neither(root: Path, here: Here) -> None
     assert here("delete", two, "--yes")[0] == 0 and names(root) == {"one"}
 
 
+def test_run_that_was_renamed_in_mlflow_is_shown_by_that_name(root: Path, here: Here) -> None:
+    study, same = finished(root, "study"), "the [good] one"
+    study.add_child(finished(root, "trial", parent="study").path.name)
+    for folder in (study, finished(root, "other")):
+        store(root).set_tags(mlflow_id(folder) or "", {"mlflow.runName": same})
+    for word in (f"parent={same.replace('[', '?')}", "parent=study"):
+        code, output = here("runs", "--all", word)
+        assert code == 0 and output.splitlines()[1].split()[0] == "trial", output
+        assert output.splitlines()[1].endswith(same)
+    assert "study" not in here("runs", "run=the*")[1] and same in here("runs", "run=study")[1]
+    assert "no run matches" in here("runs", "run=the*", "run!=study", "run!=other")[1]
+    code, output = here("report", "study", "trial")
+    assert code == 0 and output.split("\n")[0].split() == [*same.split(), "trial"], output
+    code, output = here("report", "study", "other", "--all")
+    assert f"{same} (study)" in " ".join(output.split()), output
+    assert here("doctor", "study")[1].startswith(f"{same}: FINISHED\n")
+    code, output = here("delete", "study", "--yes")
+    assert code == 0 and f"{same} and 1 more" in output, output
+    assert f"rankzero delete --restore '{same}'" in output, output
+    assert here("delete", "--restore", same) == (0, f"{same} is back\n")
+
+
 def test_registered_model_keeps_its_run(root: Path, here: Here) -> None:
     folder = finished(root, "one")
     tracker = store(root)

@@ -12,7 +12,7 @@ from rankzero.catalog import filters as selection
 from rankzero.catalog import lookup
 from rankzero.catalog.summary import Summary, read_summary
 from rankzero.reporting import html_page, html_report, metric_table, run_facts, run_report
-from rankzero.reporting.comparison import RunSide, sections, side_of
+from rankzero.reporting.comparison import RunSide, sections, sides_of
 from rankzero.run_store.checkpoint_files import folder_of
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.location import root_of
@@ -77,7 +77,7 @@ def comparison(*names: str, dir: str | Path | None = None) -> Comparison:
     Raises UserError if there is no such run.
     """
     runs = root_of(dir) / "runs"
-    return Comparison([side_of(lookup.require(runs, name)) for name in names])
+    return Comparison(sides_of([lookup.require(runs, name) for name in names]))
 
 
 def _value(text: str) -> str | float | bool | None:

@@ -29,7 +29,7 @@ COLUMNS: dict[str, Callable[[Summary], _Value]] = {
     "started": lambda run: run.started,
     "age": lambda run: time.time() - run.started,
     "duration": lambda run: run.seconds,
-    "parent": lambda run: run.parent,
+    "parent": lambda run: run.parent_mlflow_name or run.parent,
     "data": lambda run: run.data,
     "id": lambda run: run.mlflow_run_id,
 }
@@ -57,14 +57,21 @@ class _Condition:
         value = value_of(run, self.key)
         if value is None:
             return False
+        # A run that has another name in MLflow is still known by its folder's.
+        folder = {"run": run.name, "parent": run.parent}.get(self.key)
+        if folder not in (None, value) and self._matches(str(folder)):
+            return self.sign == "="
         left, right = _number(value), _number(self.value)
         if self.sign in _COMPARE:
             return left is not None and right is not None and _COMPARE[self.sign](left, right)
         if left is not None and right is not None:
             is_equal = left == right
         else:
-            is_equal = fnmatch.fnmatchcase(str(value).casefold(), self.value.casefold())
+            is_equal = self._matches(str(value))
         return is_equal != (self.sign == "!=")
+
+    def _matches(self, text: str) -> bool:
+        return fnmatch.fnmatchcase(text.casefold(), self.value.casefold())
 
 
 def seconds(text: str) -> float | None:

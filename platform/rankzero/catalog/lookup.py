@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rankzero.catalog import command_lines, deleted, summary, summary_cache
@@ -74,6 +74,19 @@ def mlflow_id(folder: RunFolder) -> str | None:
         state = delivery_state.load(delivery_state.path_of(folder, 0))
         return state.run_id or folder.identity.mlflow_run_id
     return None
+
+
+def shown_names(folders: Sequence[RunFolder]) -> list[str]:
+    """Return the runs' names in the embedded store, if it has any, else their folders'.
+
+    Where several of the runs have one name there, it is followed by the folder's.
+    """
+    stores = {runs: deleted.read_store(runs).runs for runs in {one.path.parent for one in folders}}
+    known = [stores[one.path.parent].get(mlflow_id(one)) or one.path.name for one in folders]
+    return [
+        names.printable(f"{name} ({folder.path.name})" if known.count(name) > 1 else name)
+        for name, folder in zip(known, folders, strict=True)
+    ]
 
 
 def last_end(folder: RunFolder) -> RunEnded | None:
@@ -146,15 +159,21 @@ def _completed(
             for run in found
             if among_deleted == (not run.lives and not gone.isdisjoint((_name(run), run.parent)))
         ]
-    return [_as_shown(run, _name_in(store, run), of_children) for run in found]
+    parents = {_name(run): _name_in(store, run) for run in found if _name(run) in of_children}
+    return [_as_shown(run, _name_in(store, run), parents, of_children) for run in found]
 
 
-def _as_shown(run: Summary, in_mlflow: str | None, of_children: Counter[str]) -> Summary:
-    # Few of many runs have children, or another name than when they were kept.
-    size = run.bytes + of_children.get(_name(run), 0)
-    if in_mlflow == run.mlflow_name and size == run.bytes:
+def _as_shown(
+    run: Summary,
+    in_mlflow: str | None,
+    parents: Mapping[str, str | None],
+    of_children: Counter[str],
+) -> Summary:
+    # Few of many runs have children, a parent, or another name than when they were kept.
+    size, parent = run.bytes + of_children.get(_name(run), 0), parents.get(run.parent or "")
+    if (in_mlflow, size, parent) == (run.mlflow_name, run.bytes, run.parent_mlflow_name):
         return run
-    return run._replace(mlflow_name=in_mlflow, bytes=size)
+    return run._replace(mlflow_name=in_mlflow, bytes=size, parent_mlflow_name=parent)
 
 
 def _name_in(store: deleted.StoreRows, run: Summary) -> str | None:

@@ -70,6 +70,8 @@ class Summary(NamedTuple):
     """Its name in the embedded store, which a user may change; up to date in `lookup.listed`."""
     bytes: int = 0
     """The size of its folder; in `lookup.listed` with those of its children."""
+    parent_mlflow_name: str | None = None
+    """The parent's name in the embedded store; up to date in `lookup.listed`."""
 
     @property
     def folder(self) -> RunFolder:
@@ -122,6 +124,7 @@ _KINDS: tuple[tuple[type, ...], ...] = (
     (bool,),
     *[(str, NoneType)] * 4,
     (int,),
+    (str, NoneType),
 )
 _ENDS = get_args(Status)
 

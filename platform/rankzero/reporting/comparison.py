@@ -8,6 +8,7 @@ import itertools
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
+from rankzero.catalog import lookup
 from rankzero.catalog.summary import read_summary
 from rankzero.metric_names import SPEED
 from rankzero.reporting import reproduce
@@ -55,11 +56,17 @@ class ComparisonRow:
     """From the first run to the second, if there are two."""
 
 
-def side_of(folder: RunFolder) -> RunSide:
-    """Return a run as one side of a comparison."""
-    packages, patch = provenance.read_artifacts(folder.artifacts)
-    facts = fold(folder.all_events())
-    return RunSide(folder.identity.name, read_summary(folder).status, facts, packages, patch)
+def sides_of(folders: Sequence[RunFolder]) -> list[RunSide]:
+    """Return the runs as sides of a comparison, by the names that MLflow shows."""
+    return [
+        RunSide(
+            name,
+            read_summary(folder).status,
+            fold(folder.all_events()),
+            *provenance.read_artifacts(folder.artifacts),
+        )
+        for name, folder in zip(lookup.shown_names(folders), folders, strict=True)
+    ]
 
 
 def sections(

@@ -28,7 +28,7 @@ _BUCKETS = 500
 
 def write(path: Path, folders: Sequence[RunFolder]) -> list[str]:
     """Write the page of these runs, and return what it lacks. Raises UserError."""
-    sides = [comparison.side_of(folder) for folder in folders]
+    sides = comparison.sides_of(folders)
     several, missing = len(sides) > 1, list[str]()
     parts: list[Any] = []
     if several:

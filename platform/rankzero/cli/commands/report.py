@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markdown import Markdown, TableElement
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(arguments.html)
         return 0
     if len(names) > 1:
-        sides = [comparison.side_of(lookup.require(runs, name)) for name in names]
+        sides = comparison.sides_of([lookup.require(runs, name) for name in names])
         _show_differences(sides, everything=arguments.all)
         return 0
     folder = lookup.find(runs, names[0])
@@ -85,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show_differences(sides: Sequence[RunSide], *, everything: bool) -> None:
     """Print what differs between runs, in one table so that the columns are aligned."""
-    table = Table("", *(side.name for side in sides), "", box=None, pad_edge=False)
+    table = Table("", *(escape(side.name) for side in sides), "", box=None, pad_edge=False)
     for column in table.columns:
         column.overflow = "fold"
     for title, rows in comparison.sections(sides, everything=everything).items():

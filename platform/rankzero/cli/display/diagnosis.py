@@ -43,7 +43,8 @@ def run(runs: Path, name_or_id: str) -> int:
 def sections(folder: RunFolder) -> Iterator[tuple[str, list[str]]]:
     """Yield each section: a heading, and its lines with rich's markup."""
     listed = read_summary(folder)
-    yield f"{listed.name}: {listed.status}", list(_current_state(folder, listed.status))
+    (name,) = lookup.shown_names([folder])
+    yield f"{escape(name)}: {listed.status}", list(_current_state(folder, listed.status))
     yield "what happened", list(_timeline(folder))
     yield "why a rank failed", list(_failures(folder))
     yield "delivery to MLflow", list(_delivery(folder))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.markup import escape
 from rich.table import Table
 
 from rankzero.catalog import lookup
@@ -40,14 +41,14 @@ def run(arguments: argparse.Namespace) -> int:
     # All are checked first, so that a mistake deletes nothing.
     wanted = _wanted(runs, arguments.run_names, arguments.restore)
     if arguments.restore:
-        for folder in wanted:
+        for name, folder in zip(lookup.shown_names(wanted), wanted, strict=True):
             keeper.restore(folder)
-            print(f"{folder.path.name} is back")
+            print(f"{name} is back")
         return FINISHED
-    for folder in wanted:
+    for name, folder in zip(lookup.shown_names(wanted), wanted, strict=True):
         obstacle = keeper.obstacle(folder)
         if obstacle is not None:
-            raise UserError(f"{folder.path.name} stays: {obstacle}")
+            raise UserError(f"{name} stays: {obstacle}")
     return delete(keeper, wanted, yes=arguments.yes)
 
 
@@ -72,7 +73,7 @@ def delete(keeper: Housekeeper, folders: Sequence[RunFolder], *, yes: bool) -> i
         return FAILED
     for folder in folders:
         keeper.delete(folder)
-    name = folders[0].path.name if len(folders) == 1 else "RUN"
+    name = lookup.shown_names(folders)[0] if len(folders) == 1 else "RUN"
     root = folders[0].root
     back = command(root, "delete", "--restore", name)
     print(f"deleted {_count(folders)}; bring back: {back}")
@@ -85,12 +86,12 @@ def show(keeper: Housekeeper, folders: Sequence[RunFolder]) -> None:
     table, total = Table(box=None, pad_edge=False), 0
     for heading in ("run", "status", "size", "age"):
         table.add_column(heading, overflow="fold")
-    for folder in folders:
+    for name, folder in zip(lookup.shown_names(folders), folders, strict=True):
         one, count = read_summary(folder), keeper.bytes(folder)
         total += count
         others = f" and {len(folder.children)} more" if folder.children else ""
         age = age_text(time.time() - one.started)
-        table.add_row(f"{one.name}{others}", one.status, size_text(count), age)
+        table.add_row(escape(f"{name}{others}"), one.status, size_text(count), age)
     table_console().print(table)
     print(f"{_count(folders)}, {size_text(total)} with MLflow's files", flush=True)
 

@@ -64,8 +64,8 @@ def _write_all(folder: RunFolder, target: Path, kind: str) -> list[Path]:
             table.to_parquet(path, index=False)
     steps = [{"step": step, "best": best} for step, best in sorted(facts.checkpoints.items())]
     fields = runs.as_json(read_summary(folder))
-    # Only a list looks up the name in MLflow.
-    del fields["mlflow_name"]
+    # Only a list looks up the names in MLflow.
+    del fields["mlflow_name"], fields["parent_mlflow_name"]
     described = {**fields, "environment": dict(facts.environment), "checkpoints": steps}
     texts = {
         target / "run.json": json.dumps(described, indent=2) + "\n",
