@@ -382,6 +382,32 @@ def test_sizes_are_in_lists(root: Path, here: Here) -> None:
     assert 1_000_000 < listed["bytes"] < 1_100_000
 
 
+def test_name_that_a_server_has_is_known_to_every_verb(
+    root: Path, here: Here, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder(root, server.uri, name="here")
+    append(folder, started(), ended())
+    assert sync.deliver(folder).complete
+    MlflowRuns(server.uri).set_tags(mlflow_id(folder) or "", {"mlflow.runName": "Ada's best"})
+    for verb in ("report", "doctor", "logs", "sync"):
+        code, output = here(verb, "Ada's best")
+        assert code == 0, output
+    code, output = here("delete", "Ada's best", "--yes")
+    assert code == 0 and names(root) == set(), output
+    assert here("delete", "--restore", "Ada's best")[0] == 0 and names(root) == {"here"}
+    code, output = here("report", "nobody")
+    assert code == 2 and "no run is called 'nobody'; the newest are here" in output, output
+    other = make_folder(root.parent / "other", server.uri, name="elsewhere")
+    append(other, started(), ended())
+    assert sync.deliver(other).complete
+    assert "a run of that name, which is not on this disk" in here("report", "elsewhere")[1]
+    # A port that nobody listens on.
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    code, output = here("report", "Ada's best")
+    assert code == 2 and "no run is called" in output and "127.0.0.1:9 did not answer" in output
+    assert here("report", "here")[0] == 0
+
+
 def test_runs_on_a_server(root: Path, here: Here, server: Server) -> None:
     folders = []
     for name in ("one", "two"):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rankzero.catalog import filters as selection
 from rankzero.catalog import lookup
 from rankzero.catalog.summary import Summary, read_summary
+from rankzero.mlflow_store import named_runs
 from rankzero.reporting import html_page, html_report, metric_table, run_facts, run_report
 from rankzero.reporting.comparison import RunSide, sections, sides_of
 from rankzero.run_store.checkpoint_files import folder_of
@@ -68,7 +69,7 @@ def run(name: str, *, dir: str | Path | None = None) -> Run:
 
     Raises UserError, naming the newest runs, if there is none.
     """
-    return Run(lookup.require(root_of(dir) / "runs", name))
+    return Run(named_runs.require(root_of(dir) / "runs", name))
 
 
 def comparison(*names: str, dir: str | Path | None = None) -> Comparison:
@@ -77,7 +78,7 @@ def comparison(*names: str, dir: str | Path | None = None) -> Comparison:
     Raises UserError if there is no such run.
     """
     runs = root_of(dir) / "runs"
-    return Comparison(sides_of([lookup.require(runs, name) for name in names]))
+    return Comparison(sides_of([named_runs.require(runs, name) for name in names]))
 
 
 def _value(text: str) -> str | float | bool | None:

@@ -28,12 +28,15 @@ def folders(runs: Path) -> list[RunFolder]:
     return [RunFolder(Path(entry.path)) for entry in _entries(runs) if _is_run(entry)]
 
 
-def find(runs: Path, name_or_id: str, *, among_deleted: bool = False) -> RunFolder | None:
+def find(
+    runs: Path, name_or_id: str, *, among_deleted: bool = False, ids: Sequence[str] = ()
+) -> RunFolder | None:
     """Return the folder of the run with this name or MLflow run id, or None without one.
 
     The name may be the folder's, or the one that a user gave the run in the embedded store. Raises
     UserError if several runs have that name there or if the run is deleted, and InvalidRunFolder if
-    a link leads out of the folder. With `among_deleted`, the run must be deleted.
+    a link leads out of the folder. With `among_deleted`, the run must be deleted. `ids`: those of
+    the runs that have the name on a server.
     """
     if names.is_plain(name_or_id) and (runs / name_or_id / _IDENTITY).exists():
         same = [RunFolder(runs / name_or_id)]
@@ -41,7 +44,9 @@ def find(runs: Path, name_or_id: str, *, among_deleted: bool = False) -> RunFold
         known = listed(runs, among_deleted=among_deleted)
         # A copy of a folder has the same id: the newer one is used.
         same = [run.folder for run in known if run.mlflow_run_id == name_or_id][:1]
-        same = same or [run.folder for run in known if run.shown_name == name_or_id]
+        same = same or [
+            run.folder for run in known if run.shown_name == name_or_id or run.mlflow_run_id in ids
+        ]
     if len(same) > 1:
         raise UserError(
             f"{len(same)} runs have the name {names.shown(name_or_id)} in MLflow: give one of "

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from rankzero.catalog import command_lines, lookup
+from rankzero.catalog import command_lines
 from rankzero.catalog.summary import read_summary
 from rankzero.cli import options
 from rankzero.cli.display.live import Console
@@ -15,6 +15,7 @@ from rankzero.cli.display.terminal import warn_if_interrupt_is_ignored
 from rankzero.errors import FAILED, FINISHED, RESUMABLE, UserError
 from rankzero.experiment import Goal
 from rankzero.launch.agent import log_files
+from rankzero.mlflow_store import named_runs
 from rankzero.reporting.run_facts import goal_of
 from rankzero.run_store import run_locks
 from rankzero.run_store.folder import RunFolder
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    folder = lookup.require(arguments.dir / "runs", arguments.run_name)
+    folder = named_runs.require(arguments.dir / "runs", arguments.run_name)
     if arguments.follow:
         warn_if_interrupt_is_ignored()
         return _follow(folder, arguments.dir, arguments.rank or 0)

@@ -8,7 +8,6 @@ import json
 from collections.abc import Sequence
 
 from rankzero import config
-from rankzero.catalog import lookup
 from rankzero.cli import launch_run, options
 from rankzero.cli.commands import search
 from rankzero.cli.commands.resume import RECORDER_SECONDS, class_of
@@ -22,6 +21,7 @@ from rankzero.experiment import Experiment, Goal
 from rankzero.launch import agent
 from rankzero.launch.request import make_folder, with_secrets, write_config
 from rankzero.launch.signals import SignalForwarder
+from rankzero.mlflow_store import named_runs
 from rankzero.mlflow_store.patience import patience
 from rankzero.repeats import plan as plans
 from rankzero.repeats import results
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     reference, runs = arguments.experiment, arguments.dir / "runs"
-    known = None if ".py" in reference else lookup.find(runs, reference)
+    known = None if ".py" in reference else named_runs.find(runs, reference)
     before = plans.stored(known) if known is not None else None
     if before is not None and arguments.nproc is None:
         arguments.nproc = before.nproc

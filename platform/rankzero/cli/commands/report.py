@@ -20,6 +20,7 @@ from rankzero.catalog import lookup
 from rankzero.catalog.summary import read_summary
 from rankzero.cli.display.terminal import is_interactive, print_table, table_console
 from rankzero.errors import UserError
+from rankzero.mlflow_store import named_runs
 from rankzero.reporting import comparison, run_report
 from rankzero.reporting.comparison import RunSide
 from rankzero.run_store import provenance
@@ -57,26 +58,28 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         from rankzero.reporting import html_report
 
-        for what in html_report.write(arguments.html, [lookup.require(runs, n) for n in names]):
+        for what in html_report.write(arguments.html, [named_runs.require(runs, n) for n in names]):
             print(f"note: the page lacks {what}", file=sys.stderr)
         print(arguments.html)
         return 0
     if len(names) > 1:
-        sides = comparison.sides_of([lookup.require(runs, name) for name in names])
+        sides = comparison.sides_of([named_runs.require(runs, name) for name in names])
         _show_differences(sides, everything=arguments.all)
         return 0
     folder = lookup.find(runs, names[0])
+    if folder is None and not arguments.storage:
+        # A study may have its run on another disk, and its trials in a database of this one.
+        if (arguments.dir / "studies.db").exists():
+            with contextlib.suppress(UserError):
+                _show_study(arguments, names[0])
+                return 0
+        folder = named_runs.require(runs, names[0])
     # Only a study's run has this param.
     is_study = folder is not None and "search.sampler" in read_summary(folder).params
-    if arguments.storage or is_study:
+    if folder is None or arguments.storage or is_study:
         _show_study(arguments, names[0] if folder is None else folder.path.name)
         return 0
-    # A study may have its run on another disk, and its trials in a database of this one.
-    if folder is None and (arguments.dir / "studies.db").exists():
-        with contextlib.suppress(UserError):
-            _show_study(arguments, names[0])
-            return 0
-    text = run_report.page(lookup.require(runs, names[0]))
+    text = run_report.page(folder)
     if is_interactive():
         table_console().print(_Page(text, code_theme="ansi_dark"))
     else:

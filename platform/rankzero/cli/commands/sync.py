@@ -7,6 +7,7 @@ import argparse
 from rankzero.catalog import command_lines, lookup
 from rankzero.catalog.summary import Summary
 from rankzero.errors import FAILED, FINISHED
+from rankzero.mlflow_store import named_runs
 from rankzero.run_store import delivery_state, run_locks
 from rankzero.run_store.folder import FolderGone, RunFolder
 from rankzero.run_store.names import InvalidRunFolder
@@ -21,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     runs, broken = arguments.dir / "runs", list[str]()
     if arguments.run:
-        incomplete = [lookup.require(runs, arguments.run)]
+        incomplete = [named_runs.require(runs, arguments.run)]
     else:
         incomplete = [run.folder for run in lookup.listed(runs, broken.append) if _lacks(run)]
     for text in broken:

@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 from rankzero import config, experiment_file
-from rankzero.catalog import lookup
 from rankzero.cli import launch_run, options
 from rankzero.cli.commands import resume
 from rankzero.cli.submit import ray_run, srun
@@ -14,6 +13,7 @@ from rankzero.errors import FINISHED, UserError
 from rankzero.experiment import Experiment
 from rankzero.launch import agent
 from rankzero.launch.request import make_folder, with_changes, with_secrets, write_config
+from rankzero.mlflow_store import named_runs
 from rankzero.run_store.attempt import sole_launcher
 
 
@@ -78,7 +78,9 @@ def experiment_of(arguments: argparse.Namespace) -> Experiment:
     if arguments.start is None:
         return with_changes(experiment, settings)
     places = [Path(arguments.start)]
-    if not places[0].is_file() and (folder := lookup.find(arguments.dir / "runs", arguments.start)):
+    if not places[0].is_file() and (
+        folder := named_runs.find(arguments.dir / "runs", arguments.start)
+    ):
         places = [folder.artifacts / "sweet_spot.yaml", folder.config]
     for saved in places:
         if saved.is_file():

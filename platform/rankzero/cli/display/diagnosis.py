@@ -15,6 +15,7 @@ from rich.markup import escape
 from rankzero.catalog import command_lines, dead_runs, lookup
 from rankzero.catalog.summary import ELSEWHERE, Summary, read_summary
 from rankzero.events import RunStarted
+from rankzero.mlflow_store import named_runs
 from rankzero.redaction.text import text_without_secrets, url_without_secrets
 from rankzero.reporting import reproduce, timeline
 from rankzero.reporting.delivery_problems import trouble
@@ -30,7 +31,7 @@ _WARNING = re.compile("WARNING|ERROR|CRITICAL")
 
 def run(runs: Path, name_or_id: str) -> int:
     """Print what happened to a run; return 0. Raises UserError if there is no such run."""
-    folder = lookup.require(runs, name_or_id)
+    folder = named_runs.require(runs, name_or_id)
     console = Console(highlight=False, emoji=False, soft_wrap=True)
     for heading, lines in sections(folder):
         if lines:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from rankzero.catalog import lookup
 from rankzero.cli import options
 from rankzero.errors import FINISHED
 from rankzero.housekeeping import bundle
+from rankzero.mlflow_store import named_runs
 from rankzero.redaction.text import url_without_secrets
 
 
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
-    folder = lookup.require(arguments.dir / "runs", arguments.run_name)
+    folder = named_runs.require(arguments.dir / "runs", arguments.run_name)
     run_id = bundle.copy(folder, arguments.to)
     place = url_without_secrets(arguments.to)
     print(f"{folder.path.name} is in {place}, too: its id there is {run_id}")

@@ -18,6 +18,7 @@ from rankzero.cli.display.live import command
 from rankzero.cli.display.terminal import table_console
 from rankzero.errors import FAILED, FINISHED, UserError
 from rankzero.housekeeping.deletion import Housekeeper
+from rankzero.mlflow_store import named_runs
 from rankzero.run_store.folder import RunFolder
 
 
@@ -54,7 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _wanted(runs: Path, named: Sequence[str], restore: bool) -> list[RunFolder]:
     """Return the named runs. Raises UserError where a name may mean another run."""
-    wanted = [lookup.require(runs, name, among_deleted=restore) for name in dict.fromkeys(named)]
+    wanted = [
+        named_runs.require(runs, name, among_deleted=restore) for name in dict.fromkeys(named)
+    ]
     known = lookup.listed(runs, among_deleted=restore)
     for folder in wanted:
         name, parent = folder.path.name, folder.identity.parent

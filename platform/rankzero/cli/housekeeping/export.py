@@ -8,11 +8,11 @@ import json
 import shutil
 from pathlib import Path
 
-from rankzero.catalog import lookup
 from rankzero.catalog.summary import read_summary
 from rankzero.cli import options
 from rankzero.cli.commands import runs
 from rankzero.errors import UserError
+from rankzero.mlflow_store import named_runs
 from rankzero.reporting import learning_curves
 from rankzero.reporting.run_facts import fold
 from rankzero.reporting.run_report import page
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    folder = lookup.require(arguments.dir / "runs", arguments.run_name)
+    folder = named_runs.require(arguments.dir / "runs", arguments.run_name)
     if arguments.bundle is not None:
         from rankzero.housekeeping import bundle
 

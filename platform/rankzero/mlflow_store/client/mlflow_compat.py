@@ -86,16 +86,17 @@ def _received(response: Any) -> None:
 
 
 @contextlib.contextmanager
-def request_timeout(seconds: int, *, once: bool = False) -> Iterator[int]:
+def request_timeout(seconds: int, *, once: bool = False, at_most: bool = False) -> Iterator[int]:
     """Give each request in the block at least so many seconds; yield how many it has.
 
-    `once`: MLflow sends none again by itself. Not for several threads at once.
+    `once`: MLflow sends none again by itself. `at_most`: no request takes longer. Not for several
+    threads at once.
     """
     # MLflow has no argument for it. An upload of 100 MB needs more than a metric does:
     # https://github.com/mlflow/mlflow/issues/8539.
     names = "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
     timeout, retries = before = [os.environ.get(name) or ENVIRONMENT[name] for name in names]
-    limit = max(seconds, int(timeout))
+    limit = (min if at_most else max)(seconds, int(timeout))
     os.environ.update(zip(names, (str(limit), "0" if once else retries), strict=True))
     try:
         yield limit

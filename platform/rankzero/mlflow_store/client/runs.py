@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-from mlflow.entities import Dataset, DatasetInput, InputTag, Param, Run, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, Param, Run, RunTag, ViewType
 from mlflow.exceptions import MlflowException
 
 from rankzero import scalars
@@ -28,6 +28,7 @@ from rankzero.mlflow_store.client.connection import (
 )
 from rankzero.mlflow_store.client.deletion import MlflowDeletion
 from rankzero.mlflow_store.client.images import write_images
+from rankzero.mlflow_store.client.mlflow_compat import request_timeout
 from rankzero.mlflow_store.client.models import MlflowModels
 from rankzero.mlflow_store.client.records import RunRecord, require_id
 from rankzero.mlflow_store.items import DESCRIPTION, MetricPoint
@@ -40,6 +41,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 # Lengths that MLflow accepts.
 _DATASET_NAME, _DATASET_DIGEST, _DATASET_TAG = 500, 36, 500
+# For the answer to a name, because somebody waits for the command.
+_LOOK_UP_SECONDS = 4
 
 
 def _patient(
@@ -202,13 +205,22 @@ class MlflowRuns:
         # MLflow refuses what is not a run's id.
         with contextlib.suppress(MlflowException):
             return RunRecord.of(self._run(name_or_id))
-        name = name_or_id.replace("'", "")
         known = self._client.search_experiments()
         experiments = [one.experiment_id for one in known if experiment in (None, one.name)]
-        found = self._newest(experiments, f"attributes.run_name = '{name}'")
+        found = self._newest(experiments, _named(name_or_id))
         if found is None:
             raise NoSuchRun(f"no run is called {name_or_id!r} in {url_without_secrets(self._uri)}")
         return found
+
+    def ids_named(self, name: str, *, among_deleted: bool = False) -> list[str]:
+        """Return the ids of all runs of this name. Waits a few seconds for a server, and once."""
+        view = ViewType.DELETED_ONLY if among_deleted else ViewType.ACTIVE_ONLY
+        with request_timeout(_LOOK_UP_SECONDS, once=True, at_most=True):
+            known = self._client.search_experiments()
+            found = self._client.search_runs(
+                [one.experiment_id for one in known], _named(name), view
+            )
+        return [str(run.info.run_id) for run in found if run.info.run_name == name]
 
     def experiment_name(self, experiment_id: str) -> str:
         """Return the name of an experiment."""
@@ -271,6 +283,12 @@ class MlflowRuns:
         run = self._client.get_run(run_id)
         require_id(run.info.run_id, "run")
         return run
+
+
+def _named(name: str) -> str:
+    """Return the condition that a run has a name, which has no way to write both quotes."""
+    quote = "'" if "'" not in name else '"'
+    return f"attributes.run_name = {quote}{name.replace(quote, '')}{quote}"
 
 
 def _birth_tags(identity: Identity) -> dict[str, str]:
