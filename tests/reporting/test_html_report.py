@@ -10,9 +10,10 @@ import numpy as np
 import pandas
 import pytest
 from playwright.sync_api import Browser
+from plotly.express import scatter
 
 from rankzero.errors import UserError
-from rankzero.reporting import html_report
+from rankzero.reporting import html_page, html_report
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
 from support.browser import check_page, chromium, screenshots
@@ -47,6 +48,22 @@ def test_a_run_is_one_file_that_needs_nothing_else(tmp_path: Path) -> None:
     assert "<h2>Report</h2>" in shown and "Differences" not in shown
     with pytest.raises(UserError, match="Is a directory"):
         html_report.write(tmp_path, [folder])
+
+
+def test_a_study_has_the_charts_of_its_search_and_no_picture_of_them(tmp_path: Path) -> None:
+    folder, path = trained(tmp_path, "0.1"), tmp_path / "page.html"
+    folder.artifacts.mkdir()
+    figures = [scatter([1, 2], [3, 4], title="Cost <b>"), scatter([5], [6], title="Speed")]
+    searched = html_page.page("s", ["<script>alert(2)</script>", *figures])
+    (folder.artifacts / "search.html").write_text(searched)
+    (folder.artifacts / "cost.png").write_bytes(b"png")
+    assert html_report.write(path, [folder]) == []
+    page = path.read_text()
+    shown = texts_of(page)
+    assert "<h3>Cost &lt;b&gt;</h3>" in shown and "<h3>Speed</h3>" in shown
+    assert "<img" not in shown and page.count("plotly.js v") == 1 and "alert(2)" not in page
+    (folder.artifacts / "search.html").write_text(searched[:-900])
+    assert html_report.write(path, [folder]) == [], "a damaged file costs its charts only"
 
 
 def test_several_runs_show_what_differs(tmp_path: Path) -> None:
@@ -100,3 +117,8 @@ def test_the_page_fits_desktop_and_phone_in_light_and_dark(
     folders, path = [trained(tmp_path, lr) for lr in ("0.1", "0.2")], tmp_path / "report.html"
     html_report.write(path, folders)
     check_page(browser, path, screenshots(tmp_path))
+    folders[0].artifacts.mkdir()
+    searched = html_page.page("s", [scatter([1, 2], [3, 4], title="Cost")] * 3)
+    (folders[0].artifacts / "search.html").write_text(searched)
+    html_report.write(path, folders[:1])
+    check_page(browser, path.rename(tmp_path / "study.html"), screenshots(tmp_path))

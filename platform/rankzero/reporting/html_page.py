@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 _STYLE = """
@@ -69,6 +71,21 @@ def _parts(parts: Iterable[Any]) -> Iterable[str]:
         chart = plotly.io.to_html(part, options, full_html=False, include_plotlyjs=script)
         script = False
         yield f'<figure class="{WIDE if wide else ""}"><h3>{title}</h3>{chart}</figure>'
+
+
+def figures(text: str) -> Iterator[Any]:
+    """Yield the figures of a page that `page` made. Only their data is read, and no script."""
+    import plotly.graph_objects as go
+
+    _, *charts = text.split("<figure ")
+    for chart in charts:
+        title = html.unescape(chart.partition("<h3>")[2].partition("</h3>")[0])
+        # Plotly's own script may come first, and it has the name of the call, too.
+        call = chart.rpartition("Plotly.newPlot(")[2].partition("[")
+        with contextlib.suppress(ValueError):  # a damaged file
+            data, end = json.JSONDecoder().raw_decode(f"[{call[2]}")
+            layout, _ = json.JSONDecoder().raw_decode(call[2][end - 1 :].lstrip(" ,\n"))
+            yield go.Figure(data, {**layout, "title": title})
 
 
 def from_markdown(text: str) -> str:

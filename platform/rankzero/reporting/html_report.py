@@ -36,12 +36,15 @@ def write(path: Path, folders: Sequence[RunFolder]) -> list[str]:
     else:
         end = sides[0].facts.end
         parts.append(f"<p><b>{sides[0].status}</b>: {html.escape(end.reason if end else '')}</p>")
-    if charts := list(_curves(folders, sides)):
+    searches = [_charts_of_search(folder) for folder in folders]
+    if not all(searches) and (charts := list(_curves(folders, sides))):
         parts += ["<h2>Curves</h2>", '<div class="grid">', *charts, "</div>"]
-    for folder, side in zip(folders, sides, strict=True):
+    for folder, side, search in zip(folders, sides, searches, strict=True):
         name = html.escape(side.name)
         parts += [f"<h2>{name}</h2>"] if several else []
-        parts += _pictures(folder, missing)
+        # The curves and the PNGs of a study only repeat its charts.
+        known = ['<div class="grid">', *search, "</div>"] if search else []
+        parts += known or _pictures(folder, missing)
         report = html_page.from_markdown(run_report.page(folder))
         way = "<details><summary>Report</summary>{}</details>" if several else "<h2>Report</h2>{}"
         parts.append(way.format(report))
@@ -69,6 +72,12 @@ def _patches(sides: Sequence[RunSide]) -> Iterator[str]:
         if lines := "\n".join(comparison.patches(first.patch, other.patch)):
             title = html.escape(f"Uncommitted changes: - {first.name}, + {other.name}")
             yield f"<details><summary>{title}</summary><pre>{html.escape(lines)}</pre></details>"
+
+
+def _charts_of_search(folder: RunFolder) -> list[Any]:
+    """Return the charts of a study's own page, or nothing for another run."""
+    page = folder.artifacts / "search.html"
+    return list(html_page.figures(page.read_text(encoding="utf-8"))) if page.is_file() else []
 
 
 def _curves(folders: Sequence[RunFolder], sides: Sequence[RunSide]) -> Iterator[Any]:
