@@ -5,11 +5,7 @@ The references come from the config classes and the argument parsers.
 
 from __future__ import annotations
 
-import ast
-import inspect
-import itertools
 import re
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +14,7 @@ from mkdocs.structure.files import File, Files
 from rankzero import Goal, Train
 from rankzero.cli import main
 from rankzero.config import leaves
+from rankzero.config.descriptions import descriptions
 from rankzero.config.values import describe_type, render
 
 OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./(?!\w+\.md|decisions|reference)[^)]*\)")
@@ -66,32 +63,12 @@ def settings() -> str:
 
 
 def _rows(prefix: str, cls: type[Any]) -> Iterator[str]:
-    texts, defaults = _docstrings(cls), cls()
+    defaults = cls()
+    texts = descriptions(defaults)
     for leaf in leaves(defaults):
-        group, _, name = leaf.key.rpartition(".")
-        text = (
-            _docstrings(type(getattr(defaults, group))).get(name, "")
-            if group
-            else texts.get(name, "")
-        )
+        text = texts.get(leaf.key, "").replace("|", "\\|")
         kind, default = describe_type(leaf.annotation).replace("|", "\\|"), render(leaf.value)
         yield f"| `{prefix}.{leaf.key}` | {kind} | `{default}` | {text} |"
-
-
-def _docstrings(cls: type[Any]) -> dict[str, str]:
-    """Return the docstring below each field of a class."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    body = tree.body[0].body  # type: ignore[attr-defined]
-    found = {}
-    for field, below in itertools.pairwise(body):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(below, ast.Expr)
-            and isinstance(below.value, ast.Constant)
-        ):
-            assert isinstance(field.target, ast.Name)
-            found[field.target.id] = " ".join(str(below.value.value).split()).replace("|", "\\|")
-    return found
 
 
 def commands() -> str:

@@ -260,6 +260,7 @@ class Experiment:
     train: Train = Train()
     goal: Goal = Goal()
     lr: float = 1e-3
+    """The learning rate, at its highest; `train.schedule` scales it."""
     search: ClassVar[Mapping[str, Range]] = {}
     lockstep: ClassVar[bool] = False
     """Whether all ranks evaluate equally many batches of equal size, for a `measure` that talks to

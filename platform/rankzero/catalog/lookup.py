@@ -84,7 +84,7 @@ def mlflow_id(folder: RunFolder) -> str | None:
 def shown_names(folders: Sequence[RunFolder]) -> list[str]:
     """Return the runs' names in the embedded store, if it has any, else their folders'.
 
-    Where several of the runs have one name there, it is followed by the folder's.
+    The folder's name follows in brackets if several of the runs have one name.
     """
     stores = {runs: deleted.read_store(runs).runs for runs in {one.path.parent for one in folders}}
     known = [stores[one.path.parent].get(mlflow_id(one)) or one.path.name for one in folders]

@@ -1,13 +1,18 @@
-"""``rankzero config EXP [key=value…]``: the settings as YAML, and every legal key with its type."""
+"""``rankzero config EXP [key=value…]``: the settings as YAML, and every key with what it is."""
 
 from __future__ import annotations
 
 import argparse
+import textwrap
 
 from rankzero import config, experiment_file
 from rankzero.cli import options
 from rankzero.config import values
+from rankzero.config.descriptions import descriptions
 from rankzero.launch.request import with_changes
+
+# A file's, too: it is the same text in a pipe.
+_COLUMNS, _INDENT = 80, "#     "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,9 +27,11 @@ def run(arguments: argparse.Namespace) -> int:
         (leaf.key, values.describe_type(leaf.annotation), values.render(leaf.value))
         for leaf in config.leaves(experiment)
     ]
-    width = max(len(key) for key, _, _ in rows)
+    texts = descriptions(experiment)
     # As comments, so that the output is a settings file for --from.
     print("\n# every legal key: type (value)")
     for key, kind, value in rows:
-        print(f"# {key:{width}}  {kind} ({value})")
+        print(f"# {key}: {kind} ({value})")
+        for line in textwrap.wrap(texts.get(key, ""), _COLUMNS - len(_INDENT)):
+            print(_INDENT + line)
     return 0
