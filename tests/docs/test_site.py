@@ -22,7 +22,7 @@ from support.training import Trainer
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 
 # The words that people type, and the heading that answers them.
@@ -151,11 +151,16 @@ def test_four_commands_lead_from_an_empty_folder_to_the_browser() -> None:
     assert words == [["pip", "install"], *verbs]
 
 
+def test_blocks_without_a_language_are_found() -> None:
+    assert "$ rankzero search" in "".join(blocks(ROOT / "README.md", ""))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_commands_of_a_page_are_legal(page: Path) -> None:
-    texts = (text.replace("\\\n", "") for text in (*blocks(page, "sh"), *blocks(page, "")))
-    lines = [line for text in texts for line in text.splitlines()]
+    found = [text for language in ("sh", "bash", "") for text in blocks(page, language)]
+    lines = "".join(found).replace("\\\n", "").splitlines()
     for line in lines:
-        words = shlex.split(line.removeprefix("$ "), comments=True)
-        if words[:1] == ["rankzero"] and "…" not in line:
-            main.parse(words[1:])
+        # Such as OMP_NUM_THREADS=1 in front of it, and a pipe after it.
+        command = re.fullmatch(r"(?:\$ )?(?:[A-Z_]+=\S+ )*rankzero (.*?)(?: [|>&].*)?", line)
+        if command is not None and "…" not in line:
+            main.parse(shlex.split(command[1], comments=True))
