@@ -19,7 +19,7 @@ from rankzero.catalog.lookup import mlflow_id
 from rankzero.cli.main import main
 from rankzero.errors import UserError
 from rankzero.events import Event
-from rankzero.housekeeping.deletion import Housekeeper
+from rankzero.housekeeping.deletion import Housekeeper, mark
 from rankzero.mlflow_store import uris
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store import removal, run_locks
@@ -373,6 +373,23 @@ def test_kill_while_a_run_is_freed_leaves_nothing_for_ever(
     assert here("prune", "--deleted", "--yes")[0] == 0
     assert lookup.folders(root / "runs") == [] and store(root).deletion.deleted() == set()
     assert not list((root / "runs").rglob("state.pt")) and not list(root.rglob("state.pt"))
+
+
+def test_a_dead_server_hides_no_deletion_of_another_store(
+    root: Path, here: Here, server: Server
+) -> None:
+    there = make_folder(root, server.uri, name="there")
+    append(there, started(), ended())
+    assert sync.deliver(there).complete
+    for name in ("a", "b"):
+        folder = make_folder(root, "http://127.0.0.1:9", name=name, mlflow_run_id="1" * 32)
+        append(folder, started(), ended())
+    mark(folder)
+    MlflowRuns(server.uri).deletion.delete(mlflow_id(there) or "")
+    code, output = here("prune", "--deleted", "--yes", "--discard-undelivered")
+    assert code == 0 and "freed" in output and names(root) == {"a"}, output
+    assert not there.path.exists() and folder.path.exists(), "nothing is erased without an answer"
+    assert output.count("127.0.0.1:9 does not answer") == 1 and "kept" not in output, output
 
 
 def test_sizes_are_in_lists(root: Path, here: Here) -> None:

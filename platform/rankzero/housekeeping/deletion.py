@@ -128,30 +128,34 @@ class Housekeeper:
                 removal.remove(one)
         return True
 
-    def deleted_on_servers(self, folders: Iterable[RunFolder]) -> set[str]:
-        """Return the names of the runs that somebody deleted on their server."""
-        gone: dict[str, set[str]] = {}
-        found = set()
-        for folder, store, run_id in self._on_servers(folders):
-            uri = folder.identity.tracking_uri
-            gone[uri] = gone[uri] if uri in gone else store.deleted()
-            found |= {folder.path.name} if run_id in gone[uri] else set()
-        return found
-
-    def restored_on_servers(self, folders: Iterable[RunFolder]) -> set[str]:
-        """Return the names of the runs with a mark that their server has as not deleted."""
-        marked = self._on_servers(folder for folder in folders if folder.deleted.exists())
-        return {folder.path.name for folder, store, run_id in marked if store.is_active(run_id)}
-
-    def _on_servers(
+    def changed_on_servers(
         self, folders: Iterable[RunFolder]
-    ) -> Iterator[tuple[RunFolder, MlflowDeletion, str]]:
-        """Yield the runs whose deletion a list cannot see, with their stores and ids there."""
+    ) -> tuple[set[str], dict[str, Exception]]:
+        """Return the names of runs that somebody deleted, or restored, on their server.
+
+        Their marks do not say so yet. Also the errors of stores that do not answer, by their URIs:
+        each is asked once, and costs nothing of the others.
+        """
+        changed, errors = set[str](), dict[str, Exception]()
+        gone: dict[str, set[str]] = {}
         for folder in folders:
-            store, run_id = self._in_mlflow(folder)
-            embedded = uris.default_tracking_uri(folder.root)
-            if store is not None and folder.identity.tracking_uri != embedded:
-                yield folder, store, run_id
+            uri = folder.identity.tracking_uri
+            # A list sees what the embedded store has.
+            if uri in errors or uri == uris.default_tracking_uri(folder.root):
+                continue
+            try:
+                changed |= {folder.path.name} if self._is_changed(folder, uri, gone) else set()
+            except Exception as error:  # MLflow fails in many ways
+                errors[uri] = error
+        return changed, errors
+
+    def _is_changed(self, folder: RunFolder, uri: str, gone: dict[str, set[str]]) -> bool:
+        store, run_id = self._in_mlflow(folder)
+        if store is None or folder.deleted.exists():
+            return store is not None and store.is_active(run_id)
+        if uri not in gone:
+            gone[uri] = store.deleted()
+        return run_id in gone[uri]
 
     def _in_mlflow(self, folder: RunFolder) -> tuple[MlflowDeletion | None, str]:
         """Return the run's store, or None if its MLflow never had the run, and the run's id."""

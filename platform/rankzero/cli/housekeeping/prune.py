@@ -18,6 +18,7 @@ from rankzero.launch.failures import reason
 from rankzero.redaction.text import line_without_secrets
 from rankzero.run_store import removal
 from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.names import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,22 +59,25 @@ def run(arguments: argparse.Namespace) -> int:
 def _deleted(keeper: Housekeeper, runs: Path, dry_run: bool) -> list[Summary]:
     """Return the deleted runs, as their servers have them now. A dry run changes no mark."""
     gone, others = lookup.listed(runs, among_deleted=True), lookup.listed(runs)
-    try:
-        back = keeper.restored_on_servers(one.folder for one in gone)
-        more = keeper.deleted_on_servers(one.folder for one in others if not one.lives)
-    except Exception as error:  # deleted runs of other stores can be freed nevertheless
-        print(f"MLflow does not say what is deleted there: {line_without_secrets(reason(error))}")
-        return gone
-    for name in sorted(back):
-        print(f"kept: {name}: it was restored")
+    asked = [one for one in gone if one.folder.deleted.exists()]
+    asked += [one for one in others if not one.lives]
+    changed, errors = keeper.changed_on_servers(one.folder for one in asked)
+    for uri, error in errors.items():
+        place = f"{uri} does not answer, so its runs stay"
+        print(line_without_secrets(f"{place}: {reason(error)}"))
+    for one in gone:
+        if one.folder.path.name in changed:
+            print(f"kept: {printable(one.shown_name)}: it was restored")
     for one in () if dry_run else (*gone, *others):
-        if one.folder.path.name in back:
-            one.folder.deleted.unlink(missing_ok=True)
-        elif one.folder.path.name in more:
+        if one.folder.path.name not in changed:
+            continue
+        if one.folder.deleted.exists():
+            one.folder.deleted.unlink()
+        else:
             mark(one.folder)
-    return [one for one in gone if one.folder.path.name not in back] + [
-        one for one in others if one.folder.path.name in more
-    ]
+    found = [one for one in gone if one.folder.path.name not in changed]
+    found += [one for one in others if one.folder.path.name in changed]
+    return [one for one in found if one.folder.identity.tracking_uri not in errors]
 
 
 def _span(text: str) -> float:
@@ -125,7 +129,7 @@ def _may_go(keeper: Housekeeper, one: Summary) -> bool:
     except Exception as error:  # as an MLflow that does not answer
         why = line_without_secrets(f"MLflow does not answer: {reason(error)}")
     if why is not None:
-        print(f"kept: {one.name}: {why}")
+        print(f"kept: {printable(one.shown_name)}: {why}")
     return why is None
 
 
@@ -134,15 +138,15 @@ def _free(keeper: Housekeeper, folders: Sequence[RunFolder], *, yes: bool) -> in
     if not confirmed("erase them for good", yes=yes):
         return FAILED
     code, freed = FINISHED, 0
-    for folder in folders:
+    for name, folder in zip(lookup.shown_names(folders), folders, strict=True):
         try:
             count = keeper.bytes(folder)
             if keeper.free(folder):
                 freed += count
             else:
-                print(f"kept: {folder.path.name}: it was restored in MLflow")
+                print(f"kept: {name}: it was restored in MLflow")
         except Exception as error:  # the others can be freed nevertheless
-            print(line_without_secrets(f"kept: {folder.path.name}: {reason(error)}"))
+            print(line_without_secrets(f"kept: {name}: {reason(error)}"))
             code = FAILED
     print(f"freed {size_text(freed)}")
     return code
