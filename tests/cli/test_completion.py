@@ -83,10 +83,26 @@ def test_settings_are_read_without_running_the_file(folder: Path) -> None:
         assert candidates("rankzero train mine.py wid", folder / "mlruns") == found
 
 
+def test_help_fits_60_columns_without_a_broken_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def words(*verb: str, columns: int) -> list[str]:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with pytest.raises(SystemExit):
+            main([*verb, "--help"])
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= columns, max(lines, key=len)
+        return " ".join(line.removesuffix(" \\") for line in lines).split()
+
+    for verb in ((), *((verb,) for verb in VERBS)):
+        assert words(*verb, columns=60) == words(*verb, columns=200), verb
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_of_each_verb_ends_with_its_example(
-    verb: str, capsys: pytest.CaptureFixture[str]
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     with pytest.raises(SystemExit) as end:
         main([verb, "--help"])
     output = capsys.readouterr().out

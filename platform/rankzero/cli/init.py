@@ -20,8 +20,10 @@ TEMPLATES = ("vision", "text", "tabular", "lightning")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
     parser.add_argument("file", metavar="FILE", type=Path, help="the new file: my_experiment.py")
-    kind = "the data that it begins with, or a LightningModule (default: %(default)s)"
-    parser.add_argument("--template", choices=TEMPLATES, default=TEMPLATES[0], help=kind)
+    kind = "the data that it begins with: %(choices)s (default: %(default)s)"
+    parser.add_argument(
+        "--template", choices=TEMPLATES, default=TEMPLATES[0], metavar="NAME", help=kind
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

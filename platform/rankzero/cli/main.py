@@ -9,6 +9,7 @@ import os
 import shlex
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,6 +23,8 @@ from rankzero.run_store.location import root_of
 
 # `doctor` says it as one of its checks.
 _WITHOUT_STORE = ("init", "config", "completion", "doctor", "relocate")
+_SUMMARY = 13
+"""The column of the verbs' summaries in `rankzero --help`."""
 _START = """\
 RankZero trains PyTorch models, tracked in MLflow. Most people begin with:
 
@@ -114,7 +117,7 @@ def parser_of(verb: str) -> argparse.ArgumentParser:
     parser = _Parser(
         prog=f"rankzero {verb}",
         description=summary[0].upper() + summary[1:] + ".",
-        formatter_class=argparse.RawDescriptionHelpFormatter,  # people copy the example
+        formatter_class=_Formatter,
         epilog=f"example:\n  {VERBS[verb].example}",
     )
     _function("add_arguments", verb)(parser)
@@ -135,12 +138,35 @@ def _function(name: str, verb: str) -> Callable[[Any], Any]:
     return found
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Wraps help between words, and never within an option, a path or a command."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return _wrapped(" ".join(text.split()), width)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        found = []
+        for line in text.splitlines():
+            if line.startswith("  rankzero "):  # people copy the example
+                found.append(" \\\n".join(_wrapped(line, width - 2, "    ")))
+            else:
+                # The summary of a verb stays in its column.
+                hanging = " " * _SUMMARY if line.startswith("  ") else ""
+                found += _wrapped(line, width, hanging) or [""]
+        return indent + f"\n{indent}".join(found)
+
+
+def _wrapped(text: str, width: int, hanging: str = "") -> list[str]:
+    words: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(text, width, subsequent_indent=hanging, **words)
+
+
 def _top_parser() -> argparse.ArgumentParser:
-    verbs = "".join(f"  {name:10} {verb.summary}\n" for name, verb in VERBS.items())
+    verbs = "".join(f"  {name:{_SUMMARY - 3}} {verb.summary}\n" for name, verb in VERBS.items())
     parser = argparse.ArgumentParser(
         prog="rankzero",
         description="Tracked PyTorch training: run experiments, browse them in MLflow.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Formatter,
         epilog=f"verbs:\n{verbs}\n`rankzero VERB --help` shows a verb's options. "
         "Exit codes: 0 finished, 1 failed, 2 usage, 74 finished but not delivered, "
         "75 stopped but resumable.",

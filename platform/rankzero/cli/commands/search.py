@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -91,14 +92,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     budget.add_argument("--minutes", type=float, help=how_long)
     how_many = "how many trials, your own configuration included (default: 20)"
     budget.add_argument("--trials", type=int, help=how_many)
-    what = "what to look for (default: %(default)s)"
-    add("--objective", choices=NAMES, default=NAMES[0], help=what)
+    # As a metavar, the choices would be wider than a terminal.
+    choose = functools.partial(add, metavar="NAME")
+    what = "what to look for: %(choices)s (default: %(default)s)"
+    choose("--objective", choices=NAMES, default=NAMES[0], help=what)
     worse = "for throughput, tokens: how much worse than yours the quality may be, relative to it"
     add("--tolerance", type=float, default=0.01, help=worse)
     add("--trial-minutes", type=float, help="for quality: the training time of each trial")
-    draws = "what draws the next trial (%(default)s)"
-    add("--sampler", choices=SAMPLERS, default="tpe", help=draws)
-    add("--pruner", choices=PRUNERS, default="asha", help="what stops bad trials (%(default)s)")
+    draws = "what draws the next trial: %(choices)s (default: %(default)s)"
+    choose("--sampler", choices=SAMPLERS, default="tpe", help=draws)
+    stops = "what stops bad trials: %(choices)s (default: %(default)s)"
+    choose("--pruner", choices=PRUNERS, default="asha", help=stops)
     add("--price", type=float, help="a device for an hour costs this: states the cost")
     seeds = "new seeds on which the best are confirmed (%(default)s)"
     add("--seeds", type=int, default=3, help=seeds)
