@@ -1,12 +1,14 @@
 """MkDocs hooks: generate the reference pages, and replace links that leave the site.
 
-The references come from the config classes and the argument parsers.
+The references come from the config classes and the argument parsers, the benchmarks from their own
+folder.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
@@ -17,6 +19,7 @@ from rankzero.config import leaves
 from rankzero.config.descriptions import descriptions
 from rankzero.config.values import describe_type, render
 
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./(?!\w+\.md|decisions|reference)[^)]*\)")
 
 
@@ -24,6 +27,9 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages."""
     files.append(File.generated(config, "reference/settings.md", content=settings()))
     files.append(File.generated(config, "reference/commands.md", content=commands()))
+    files.append(File.generated(config, "benchmarks.md", content=benchmarks()))
+    for path in (BENCHMARKS / "results").glob("*.png"):
+        files.append(File.generated(config, f"images/{path.name}", abs_src_path=str(path)))
     return files
 
 
@@ -32,10 +38,19 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     Guides answer what people type, so the reasons and the internals come after them.
     """
-    if page.file.src_uri.startswith(("decisions/", "guarantees", "structure")):
+    markdown = markdown.replace("](../benchmarks/README.md", "](benchmarks.md")
+    if page.file.src_uri.startswith(("decisions/", "guarantees", "structure", "benchmarks")):
         page.meta["search"] = {"boost": 0.2}
     return (
         markdown if page.file.src_uri.startswith("decisions/") else OUTSIDE.sub(r"`\1`", markdown)
+    )
+
+
+def benchmarks() -> str:
+    """Return the measurements as they are next to their scripts, with this site's links."""
+    text = (BENCHMARKS / "README.md").read_text(encoding="utf-8").replace("](../docs/", "](")
+    return re.sub(r"\[([^\]]+)\]\(results/\w+\.md\)", r"`\1`", text).replace(
+        "](results/", "](images/"
     )
 
 

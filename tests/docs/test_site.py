@@ -85,6 +85,13 @@ def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
     assert "train.limits.hang_minutes" in settings and "name the rank" in settings
     assert "<td></td>" not in settings, "every setting has a description"
     assert "rankzero compare" in (tmp_path / "site/reference/commands/index.html").read_text()
+    measured = (tmp_path / "site/benchmarks/index.html").read_text()
+    rows = [
+        line for line in (ROOT / "benchmarks/README.md").read_text().splitlines() if "|" in line
+    ]
+    assert measured.count("<tr>") == sum(not line.startswith("|---") for line in rows)
+    assert 'href="../decisions/0046-' in measured and 'src="../images/replay.png"' in measured
+    assert 'href="../benchmarks/"' in (tmp_path / "site/comparison/index.html").read_text()
     pages = {path: path.read_text() for path in (tmp_path / "site").rglob("*.html")}
     assert not LOADS.findall("".join(pages.values())), "the site opens offline"
     python = pages[tmp_path / "site/reference/python/index.html"]
