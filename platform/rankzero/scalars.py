@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 
 # MLflow stores steps and times in 64 bits.
 _LARGEST_INTEGER = 2**63 - 1
+# Not within a version, a date or a name.
+_LONG = re.compile(r"(?<![\w.-])-?\d+\.\d{5,}(?:e-?\d+)?(?![\w.])")
 
 
 def numbers(values: Mapping[str, object]) -> dict[str, float]:
@@ -25,6 +28,16 @@ def number(value: object) -> float | None:
         return math.nan  # An integer beyond the range of a float.
     # MLflow would store an infinity as ±1.8e308, and one such point flattens the whole curve.
     return math.nan if math.isinf(real) else real
+
+
+def shown(value: float) -> str:
+    """Return a number as people read it: four digits, or whole from 1,000 on."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def rounded(text: str) -> str:
+    """Return the text with its long decimal numbers as `shown` has them."""
+    return _LONG.sub(lambda found: shown(float(found[0])), text)
 
 
 def is_infinite(value: object) -> bool:

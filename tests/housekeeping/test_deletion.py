@@ -392,6 +392,12 @@ def test_a_dead_server_hides_no_deletion_of_another_store(
     assert output.count("127.0.0.1:9 does not answer") == 1 and "kept" not in output, output
 
 
+def test_list_rounds_a_param_and_json_does_not(root: Path, here: Here) -> None:
+    append(make_folder(root, name="one"), started(lr="0.004242640687119286"), ended())
+    assert "0.004243" in here("runs", "lr>0")[1] and "0.0042426" not in here("runs", "lr>0")[1]
+    assert "0.004242640687119286" in here("runs", "--json")[1]
+
+
 def test_sizes_are_in_lists(root: Path, here: Here) -> None:
     finished(root, "one", deliver=False)
     assert "1 MB" in here("runs")[1] and "no run matches" in here("runs", "size>2e6")[1]

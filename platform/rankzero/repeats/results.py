@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rankzero import scalars
 from rankzero.confidence import half_width
 from rankzero.experiment import Goal
 from rankzero.repeats.plan import Repetition
@@ -15,7 +16,6 @@ from rankzero.reporting import markdown
 from rankzero.reporting.run_facts import fold
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
-from rankzero.scalars import numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ def read(run: Repetition, folder: RunFolder) -> RunResult:
     # Without a best evaluation, the newest.
     groups = ("test/",) if facts.best_metrics else ("test/", "val/")
     newest = {key: value for key, value in facts.metrics.items() if key.startswith(groups)}
-    found = numbers({**facts.best_metrics, **newest})
+    found = scalars.numbers({**facts.best_metrics, **newest})
     # Sorted, with the goal first: every run and every table has the same order.
     names = sorted(found, key=lambda key: (key != goal, key))
     metrics = {key: found[key] for key in names if math.isfinite(found[key])}
@@ -111,14 +111,14 @@ def sentence(results: Sequence[RunResult], goal: Goal) -> str:
     if found is None:
         return f"No run finished with a value of {goal.metric}.{lacks}"
     if found.half_width is None:
-        return f"{goal.metric} {found.mean:.4g}, of a single value: no interval.{lacks}"
+        return f"{goal.metric} {scalars.shown(found.mean)}, of a single value: no interval.{lacks}"
     combinations = len({one.run.values for one in finished})
     over = f"{found.runs} seeds"
     if combinations > 1:
         keys = ", ".join(key for key, _ in finished[0].run.values)
         over = f"{combinations} values of {keys} ({found.runs} runs)"
     return (
-        f"{goal.metric} {found.mean:.4g} ± {found.half_width:.2g}, "
+        f"{goal.metric} {scalars.shown(found.mean)} ± {found.half_width:.2g}, "
         f"Student's 95 % interval over {over}.{lacks}"
     )
 
@@ -128,7 +128,7 @@ def metric_table(results: Sequence[RunResult]) -> tuple[list[str], list[list[str
     rows = []
     for key, one in means(results).items():
         margin = "" if one.half_width is None else f"± {one.half_width:.2g}"
-        numbers = [f"{value:.4g}" for value in (one.mean, one.lowest, one.highest)]
+        numbers = [*map(scalars.shown, (one.mean, one.lowest, one.highest))]
         rows.append([key, numbers[0], margin, *numbers[1:], str(one.runs)])
     return ["metric", "mean", "95 %", "lowest", "highest", "runs"], rows
 
@@ -139,7 +139,7 @@ def run_table(results: Sequence[RunResult], goal: Goal) -> tuple[list[str], list
     by_values: dict[Any, list[list[str]]] = {}
     for one in results:
         value = one.metrics.get(goal.metric)
-        shown = "" if value is None else f"{value:.4g}"
+        shown = "" if value is None else scalars.shown(value)
         cells = [*(text for _, text in one.run.values), str(one.run.seed), shown]
         by_values.setdefault(one.run.values, []).append([*cells, one.status or "not run"])
     return head, [row for rows in by_values.values() for row in rows]

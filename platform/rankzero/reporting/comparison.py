@@ -15,7 +15,7 @@ from rankzero.reporting import reproduce
 from rankzero.reporting.run_facts import Facts, fold
 from rankzero.run_store import provenance
 from rankzero.run_store.folder import RunFolder
-from rankzero.scalars import number
+from rankzero.scalars import number, shown
 
 _CODE = {
     "commit": "mlflow.source.git.commit",
@@ -168,9 +168,7 @@ def _numbers(found: Sequence[Mapping[str, float]]) -> Iterator[ComparisonRow]:
 
 def _text(value: float | None) -> str:
     real = number(value)
-    if real is None:
-        return ""
-    return f"{real:,.0f}" if abs(real) >= 1000 or float(real).is_integer() else f"{real:.4g}"
+    return "" if real is None else shown(real)
 
 
 def _change(left: float | None, right: float | None) -> str:

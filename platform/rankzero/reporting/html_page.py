@@ -8,6 +8,8 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from rankzero.scalars import rounded
+
 _STYLE = """
 :root{color-scheme:light dark}
 body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:auto;padding:1rem;background:Canvas;
@@ -66,7 +68,11 @@ def _parts(parts: Iterable[Any]) -> Iterable[str]:
             legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
             margin={"l": 60, "r": 20, "t": 40, "b": 50},
         )
-        part.update_xaxes(lines).update_yaxes(lines)
+        part.update_xaxes(lines).update_yaxes(lines, hoverformat=".4~g")
+        for trace in part.data:
+            for name in ("text", "hovertemplate"):
+                if isinstance(texts := getattr(trace, name, None), tuple):
+                    trace[name] = [rounded(one) if isinstance(one, str) else one for one in texts]
         options = {"responsive": True, "displaylogo": False}
         chart = plotly.io.to_html(part, options, full_html=False, include_plotlyjs=script)
         script = False

@@ -18,7 +18,7 @@ from rankzero.run_store import provenance
 from rankzero.run_store.delivery_state import DeliveryState, load, path_of
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
-from rankzero.scalars import number
+from rankzero.scalars import number, shown
 
 _SETTINGS = (
     "train.batch_size",
@@ -297,9 +297,7 @@ def _number(value: float | None) -> str:
     real = number(value)
     if real is None or real != real:
         return "not a number"
-    if abs(real) >= 1000:
-        return f"{real:,.0f}"
-    return f"{real:.4g}"
+    return shown(real)
 
 
 def duration(seconds: float) -> str:

@@ -86,6 +86,15 @@ def test_the_page_opens_offline_and_shows_what_people_read() -> None:
         assert title in page
 
 
+def test_hovering_shows_rounded_numbers() -> None:
+    trials = [trial(0, 182.37103390881495, 0.5944444444444444), *TRIALS[1:]]
+    page = html_page.page("s", optuna_figures.interactive(trials, GOAL, [1]))
+    [pareto, *_] = html_page.figures(page)
+    texts = "".join(text for one in pareto.data for text in one.text or ())
+    assert "182.4" in texts and "0.5944" in texts
+    assert "0.59444" not in texts and pareto.layout.yaxis.hoverformat == ".4~g"
+
+
 def test_bars_show_the_knobs_that_were_measured(tmp_path: Path) -> None:
     bars = probe_figures.interactive(MAP, EFFECTS)[1].data[0]
     assert bars.x == pytest.approx((50.0, -5.0))

@@ -24,6 +24,7 @@ from rankzero.mlflow_store import named_runs
 from rankzero.reporting import comparison, run_report
 from rankzero.reporting.comparison import RunSide
 from rankzero.run_store import provenance
+from rankzero.scalars import shown
 
 _PATCH_LINES = 40
 _SHORT = {"samples_per_second": "samples/s", "batch_size": "batch"}
@@ -140,7 +141,7 @@ def _show_study(arguments: argparse.Namespace, name: str) -> None:
         if reason := trial.facts.get("reason"):
             terminal.print(Text(f"trial {trial.number:3}: {reason}"))
     for number, runs in by_trial(facts.get(CONFIRMATIONS, [])).items():
-        shown = ["missed" if run.value is None else f"{abs(run.value):.4g}" for run in runs]
+        shown = ["missed" if run.value is None else shown(abs(run.value)) for run in runs]
         terminal.print(Text(f"confirmed  trial {number:3}: {', '.join(shown)}"))
     if "objective" in facts:
         terminal.print(Text(f"objective: {facts['objective']}"))

@@ -21,6 +21,7 @@ from rankzero.reporting.run_report import duration
 from rankzero.run_store.folder import FolderGone
 from rankzero.run_store.location import is_offline
 from rankzero.run_store.names import InvalidRunFolder, printable
+from rankzero.scalars import rounded, shown
 from rankzero.tracking import sync
 
 _COLOURS = {
@@ -168,7 +169,9 @@ def _cell(one: Summary, key: str) -> str:
         return duration(one.seconds)
     value = filters.value_of(one, key)
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return shown(value)
+    if isinstance(value, str) and key not in filters.COLUMNS:
+        value = rounded(value)
     # A user of MLflow may have put anything into a name, also a terminal's control characters.
     return "" if value is None else escape(printable(str(value)))
 

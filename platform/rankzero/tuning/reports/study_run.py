@@ -21,6 +21,7 @@ from rankzero.redaction.text import blotted, settings_without_secrets
 from rankzero.reporting import markdown
 from rankzero.run_store import provenance
 from rankzero.run_store.folder import Identity, write_atomically
+from rankzero.scalars import shown
 from rankzero.tracking.run_log import RunLog
 from rankzero.tuning.next_trial import best_value
 from rankzero.tuning.probe.grid import ProbeResult
@@ -204,5 +205,5 @@ def sweet_spot_yaml(experiment: Experiment, verdict: str, command: str) -> str:
 
 def _text(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        return shown(value)
     return "" if value is None else str(value)
