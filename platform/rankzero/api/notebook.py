@@ -14,6 +14,7 @@ from rankzero.experiment import Goal
 from rankzero.reporting.progress_bar import ProgressModel
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read
+from rankzero.scalars import shown
 
 _SECONDS = 0.5
 
@@ -59,7 +60,7 @@ def _drawn(model: ProgressModel) -> dict[str, Any]:
     run = model.run
     text = "  ".join(model.facts()) if run.steps else "starting…"
     if run.best is not None:
-        text += f"  best {model.goal.metric} {run.best:.4g}"
+        text += f"  best {model.goal.metric} {shown(run.best)}"
     share = f' value="{run.steps}" max="{run.total_steps}"' if run.total_steps else ""
     bar = f"<progress{share}></progress> {html.escape(text)}"
     return {"text/plain": text, "text/html": bar}

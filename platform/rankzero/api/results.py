@@ -17,6 +17,7 @@ from rankzero.reporting.comparison import RunSide, sections, sides_of
 from rankzero.run_store.checkpoint_files import folder_of
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.location import root_of
+from rankzero.scalars import shown
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -180,7 +181,7 @@ class Run:
         return load_state(self._folder, self._facts.goal, step)
 
     def __repr__(self) -> str:
-        best = "" if self.best is None else f", {self._facts.goal.metric} {self.best:.4g}"
+        best = "" if self.best is None else f", {self._facts.goal.metric} {shown(self.best)}"
         return f"<run {self.name}: {self.status}{best}>"
 
     def _repr_html_(self) -> str:

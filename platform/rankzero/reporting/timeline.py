@@ -74,7 +74,7 @@ def _text(event: Event, step: int, goal: str) -> str:
             # Without the goal metric, any value is better than none.
             name = goal if goal in event.metrics else next(iter(event.metrics), "no metric")
             value = scalars.number(event.metrics.get(name))
-            shown = "" if value is None else f" {value:.4g}"
+            shown = "" if value is None else f" {scalars.shown(value)}"
             return f"evaluation at step {event.step:,}: {name}{shown}{_BEST if event.best else ''}"
         case CheckpointSaved():
             return f"checkpoint of step {event.step:,} saved{_BEST if event.best else ''}"

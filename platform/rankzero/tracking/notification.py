@@ -25,6 +25,7 @@ from rankzero.reporting.run_report import duration
 from rankzero.run_store import run_locks
 from rankzero.run_store.folder import RunFolder, write_atomically
 from rankzero.run_store.journal import read_all
+from rankzero.scalars import shown
 from rankzero.tracking.delivery_status import recorder_lives
 from rankzero.tracking.retry import guarded, log
 
@@ -86,7 +87,7 @@ def news_of(folder: RunFolder, failure: str = "") -> dict[str, Any]:
     event, goal = _event(folder, facts, end), facts.goal.metric
     best = facts.best if facts.best is not None and math.isfinite(facts.best) else None
     # The reason of a run that has finished may say the best value.
-    said = "" if best is None or goal in end.reason else f"best {goal} {best:.4g}"
+    said = "" if best is None or goal in end.reason else f"best {goal} {shown(best)}"
     spent = "" if facts.started is None else duration(facts.duration)
     host = facts.environment.get("rankzero.host", "")
     news = {

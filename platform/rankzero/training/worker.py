@@ -22,6 +22,7 @@ from rankzero.launch.request import OUT_OF_MEMORY, JobRequest
 from rankzero.launch.signals import unblocks_itself
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import read_all
+from rankzero.scalars import shown
 from rankzero.tracking.run_log import RunLog
 from rankzero.training import final_test, improvement, lifecycle
 from rankzero.training.build import build
@@ -265,7 +266,7 @@ def _outcome(
         return AttemptOutcome("FAILED", f"trained {state.step} steps{lacks}")
     reason = f"trained {state.step} steps"
     if state.best is not None:
-        reason = f"best {goal.metric} {state.best:.4g}"
+        reason = f"best {goal.metric} {shown(state.best)}"
         if goal.target is not None:
             reason += " (target reached)" if goal.reached(state.best) else " (target missed)"
     stalled = improvement.stalled(job.experiment, state)

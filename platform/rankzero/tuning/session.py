@@ -16,6 +16,7 @@ from typing import Any
 from rankzero.config import override
 from rankzero.errors import RunFailed
 from rankzero.experiment import Experiment
+from rankzero.scalars import shown
 from rankzero.tuning import members, next_trial
 from rankzero.tuning.budget import REFERENCE_SECONDS, Budget
 from rankzero.tuning.learning_curve import LearningCurve
@@ -249,7 +250,7 @@ class Session:
         what += f", {devices_text(devices)}" if len(self._space.devices) > 1 else ""
         line = f"trial {number:3}  {what:34} {result.state.lower():9}"
         line += "" if result.value is None else f"  value {number_text(result.value, 4)}"
-        line += f"  best {facts['best']:.4g}" if "best" in facts else ""
+        line += f"  best {shown(facts['best'])}" if "best" in facts else ""
         if "samples_per_second" in facts:
             line += f"  {facts['samples_per_second']:,.0f} samples/s"
         self._notify(f"{line}  {result.reason}")
@@ -334,7 +335,7 @@ class Session:
             members.require_lead(self._study)
             run = confirm.as_run(trial.number, seed, result, objective)
             self._study.note(CONFIRMATIONS, [*self._confirmations(), dataclasses.asdict(run)])
-            value = "missed the quality" if run.value is None else f"{abs(run.value):.4g}"
+            value = "missed the quality" if run.value is None else shown(abs(run.value))
             self._notify(f"confirm  trial {trial.number} on seed {seed}: {value}")
 
         best = next_trial.best_value(self._study.trials())

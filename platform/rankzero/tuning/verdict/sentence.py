@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from rankzero.experiment import Goal
+from rankzero.scalars import shown
 from rankzero.tuning.objective import TO_TARGET, Name
 from rankzero.tuning.space import number_text, settings_text
 from rankzero.tuning.verdict.decide import Candidate, Verdict, median
@@ -118,4 +119,4 @@ def _quality(goal: Goal, value: float | None) -> str:
     if value is None:
         return f"no {goal.metric}"
     share = "accuracy" in goal.metric and 0 <= value <= 1
-    return f"{value:.1%} {goal.metric}" if share else f"{goal.metric} {value:.4g}"
+    return f"{value:.1%} {goal.metric}" if share else f"{goal.metric} {shown(value)}"
