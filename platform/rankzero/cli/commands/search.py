@@ -114,12 +114,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a database or journal:///FILE, which machines may share (default: studies.db in --dir)"
     )
     add("--storage", help=shared)
-    like = "begin with the best trials of an earlier study in the same storage"
-    add("--like", metavar="STUDY", help=like)
+    add("--like", metavar="STUDY", help="begin with the best trials of an earlier study")
     # For rankzero.search, which runs the command: the study's name as JSON.
     add("--result-file", type=Path, help=argparse.SUPPRESS)
-    unprobed = "search without measuring speeds first"
-    add("--no-probe", dest="probe", action="store_false", help=unprobed)
+    add("--no-probe", dest="probe", action="store_false", help="search without a probe map")
 
 
 def run(arguments: argparse.Namespace) -> int:
