@@ -31,13 +31,13 @@ def number(value: object) -> float | None:
 
 
 def shown(value: float) -> str:
-    """Return a number as people read it: four digits, or whole from 1,000 on."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    """Return a number as people read it: four digits, or whole from a thousand to a billion."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def rounded(text: str) -> str:
-    """Return the text with its long decimal numbers as `shown` has them."""
-    return _LONG.sub(lambda found: shown(float(found[0])), text)
+    """Return the text with its long decimal numbers as `shown` has them, and without commas."""
+    return _LONG.sub(lambda found: shown(float(found[0])).replace(",", ""), text)
 
 
 def is_infinite(value: object) -> bool:

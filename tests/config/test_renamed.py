@@ -18,7 +18,7 @@ from rankzero.reporting import run_facts
 from rankzero.search_ranges import Range
 from rankzero.training.checkpoints.best_model import experiment_of
 from rankzero.tuning.options import default_storage
-from rankzero.tuning.search import FIRST, first_guesses
+from rankzero.tuning.search import EARLIER, FIRST, first_guesses
 from rankzero.tuning.space import make_space
 from rankzero.tuning.study import open_study
 from support.paths import FIXTURES
@@ -167,6 +167,8 @@ def test_study_of_an_old_version_gives_parameters_with_new_names(tmp_path: Path)
     study.draw_from({"train.ddp_bucket_mb": Uniform(1, 50), "lr_factor": Uniform(1, 2)})
     study.note(FIRST, [{"train.ddp_bucket_mb": 25.0, "lr_factor": 1.0}])
     study.ask(study.facts[FIRST][0])
-    assert first_guesses(study) == [{"train.ddp.bucket_mb": 25.0, "lr_factor": 1.0}]
+    study.note(EARLIER, [{"train.ddp_bucket_mb": 5.0}])
+    new_names = {"train.ddp.bucket_mb": 25.0, "lr_factor": 1.0}
+    assert first_guesses(study) == ([new_names], [{"train.ddp.bucket_mb": 5.0}])
     (trial,) = study.trials()
     assert trial.parameters == {"train.ddp.bucket_mb": 25.0, "lr_factor": 1.0}

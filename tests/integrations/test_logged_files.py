@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,16 @@ def test_tags_whose_names_differ_only_in_odd_characters_all_reach_mlflow(
     tags = {name: text for name, text in store.tags.items() if name.startswith("t_u")}
     assert sorted(tags.values()) == ["1", "2", "3", "4"]
     assert capsys.readouterr().out.count("in MLflow, which has another tag t_u") == 3
+    run.finish()
+
+
+def test_threads_that_set_their_first_tags_keep_different_names(run: TrackedRun) -> None:
+    tags = [f"t{character}u" for character in "(){}[]!?"]
+    with ThreadPoolExecutor(len(tags)) as pool:
+        list(pool.map(run.set_tag, tags, tags))
+    store = MemoryStore()
+    delivered(folder_of(run), store)
+    assert set(tags) <= set(store.tags.values())
     run.finish()
 
 

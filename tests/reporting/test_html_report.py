@@ -21,12 +21,13 @@ from support.memory_store import MemoryStore, delivered
 from support.pictures import arrays, taken
 from support.runs import append, ended, evaluated, make_folder, started, steps
 
+STUDY = {"search.sampler": "tpe"}  # a param that only a study's run has
 HOSTILE = "val/</script><script>alert(1)"
 
 
-def trained(root: Path, lr: str, uri: str = "http://127.0.0.1:9") -> RunFolder:
+def trained(root: Path, lr: str, uri: str = "http://127.0.0.1:9", **params: str) -> RunFolder:
     folder = make_folder(root, uri)
-    append(folder, started(lr=lr, text="<b>"), steps(1, 60), steps(1, 60, HOSTILE))
+    append(folder, started(lr=lr, text="<b>", **params), steps(1, 60), steps(1, 60, HOSTILE))
     append(folder, evaluated(30, 0.6), evaluated(60, 0.7), taken(folder, 60, arrays()))
     append(folder, ended(metrics={"best": 0.7, "samples_per_second": 10.0}))
     return folder
@@ -51,7 +52,7 @@ def test_a_run_is_one_file_that_needs_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_study_has_the_charts_of_its_search_and_no_picture_of_them(tmp_path: Path) -> None:
-    folder, path = trained(tmp_path, "0.1"), tmp_path / "page.html"
+    folder, path = trained(tmp_path, "0.1", **STUDY), tmp_path / "page.html"
     folder.artifacts.mkdir()
     figures = [scatter([1, 2], [3, 4], title="Cost <b>"), scatter([5], [6], title="Speed")]
     searched = html_page.page("s", ["<script>alert(2)</script>", *figures])
@@ -64,6 +65,15 @@ def test_a_study_has_the_charts_of_its_search_and_no_picture_of_them(tmp_path: P
     assert "<img" not in shown and page.count("plotly.js v") == 1 and "alert(2)" not in page
     (folder.artifacts / "search.html").write_text(searched[:-900])
     assert html_report.write(path, [folder]) == [], "a damaged file costs its charts only"
+    foreign = b'<figure \xff><script>Plotly.newPlot("a",[{"y":[1]}],[1])</script>'
+    (folder.artifacts / "search.html").write_bytes(foreign)
+    assert html_report.write(path, [folder]) == []
+    own = trained(tmp_path, "0.2")
+    own.artifacts.mkdir()
+    (own.artifacts / "search.html").write_text(searched)
+    html_report.write(path, [own])
+    shown = texts_of(path.read_text())
+    assert "<h3>Speed</h3>" not in shown and "<img " in shown, "a user's own file"
 
 
 def test_several_runs_show_what_differs(tmp_path: Path) -> None:
@@ -117,6 +127,7 @@ def test_the_page_fits_desktop_and_phone_in_light_and_dark(
     folders, path = [trained(tmp_path, lr) for lr in ("0.1", "0.2")], tmp_path / "report.html"
     html_report.write(path, folders)
     check_page(browser, path, screenshots(tmp_path))
+    folders[0] = trained(tmp_path, "0.1", **STUDY)
     folders[0].artifacts.mkdir()
     searched = html_page.page("s", [scatter([1, 2], [3, 4], title="Cost")] * 3)
     (folders[0].artifacts / "search.html").write_text(searched)

@@ -57,7 +57,23 @@ def test_the_best_come_in_order_without_copies_misses_and_the_reference() -> Non
     assert [(one["width"], one["dropout"]) for one in found] == [(8, 0.1), (16, 0.1), (8, 0.1)]
     assert short_text(SPACE, found[0]) == "batch 128, lr 0.02"
     assert from_earlier(SPACE, earlier, winner=6)[0] == found[2]
+    # If nothing beat a reference that missed the quality, that is the winner.
+    assert from_earlier(SPACE, earlier, winner=3) == found
     assert from_earlier(SPACE, Trials([trial(0, 9.0, 32, 0.01)])) == []
+
+
+class Chosen(Mine):
+    search = {"train.clip": Choice(None, 1.0), "betas": Choice((0.9, 0.999), (0.8, 0.9))}
+    betas: tuple[float, float] = (0.9, 0.999)
+
+
+def test_a_choice_keeps_its_own_form_and_needs_a_value_of_the_earlier_study() -> None:
+    space = make_space(Chosen(), 1, 0.5, samples=1000)
+    varied = {"train.clip": 1.0, "betas": [0.8, 0.9]}  # as JSON has it
+    (found,) = from_earlier(space, Trials([trial(0, 1.0, **varied)]))
+    assert found["betas"] == (0.8, 0.9) and found["train.clip"] == 1.0
+    (found,) = from_earlier(space, Trials([trial(0, 1.0)]))
+    assert found["betas"] == (0.9, 0.999) and found["train.clip"] is None
 
 
 @given(st.integers(1, 10**6), st.floats(1e-9, 1e3))

@@ -44,9 +44,10 @@ def find(
         known = listed(runs, among_deleted=among_deleted)
         # A copy of a folder has the same id: the newer one is used.
         same = [run.folder for run in known if run.mlflow_run_id == name_or_id][:1]
-        same = same or [
-            run.folder for run in known if run.shown_name == name_or_id or run.mlflow_run_id in ids
-        ]
+        same = same or [run.folder for run in known if run.shown_name == name_or_id]
+        if not same:
+            by_id = {run.mlflow_run_id: run.folder for run in reversed(known)}
+            same = [by_id[one] for one in ids if one in by_id]
     if len(same) > 1:
         raise UserError(
             f"{len(same)} runs have the name {names.shown(name_or_id)} in MLflow: give one of "

@@ -28,7 +28,7 @@ def _docstrings(cls: type) -> dict[str, str]:
     """Return the docstring below each field of a class, on one line."""
     found = {}
     # A class of a notebook or a zip has no source. Then its settings have no description.
-    with contextlib.suppress(OSError, TypeError, SyntaxError):
+    with contextlib.suppress(OSError, TypeError, ValueError, SyntaxError):
         [tree] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
         for field, below in itertools.pairwise(getattr(tree, "body", [])):
             match field, below:

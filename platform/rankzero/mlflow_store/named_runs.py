@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rankzero.catalog import lookup
 from rankzero.errors import UserError
-from rankzero.redaction.text import url_without_secrets
+from rankzero.redaction.text import line_without_secrets, url_without_secrets
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.location import is_offline
 
@@ -34,7 +34,8 @@ def find(runs: Path, name_or_id: str, *, among_deleted: bool = False) -> RunFold
         why = f"{place} has a run of that name, which is not on this disk"
     except Exception as error:  # a server fails in many ways
         ids = None
-        why = f"{place} did not answer ({type(error).__name__}): names in MLflow are not known"
+        failure = line_without_secrets(f"{type(error).__name__}: {error}")
+        why = f"{place} did not give the names in MLflow: {failure}"
     if ids:
         found = lookup.find(runs, name_or_id, among_deleted=among_deleted, ids=ids)
     if found is not None or ids == []:

@@ -88,7 +88,7 @@ def figures(text: str) -> Iterator[Any]:
         title = html.unescape(chart.partition("<h3>")[2].partition("</h3>")[0])
         # Plotly's own script may come first, and it has the name of the call, too.
         call = chart.rpartition("Plotly.newPlot(")[2].partition("[")
-        with contextlib.suppress(ValueError):  # a damaged file
+        with contextlib.suppress(ValueError, TypeError, RecursionError):  # a damaged file
             data, end = json.JSONDecoder().raw_decode(f"[{call[2]}")
             layout, _ = json.JSONDecoder().raw_decode(call[2][end - 1 :].lstrip(" ,\n"))
             yield go.Figure(data, {**layout, "title": title})

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankzero.catalog.lookup import mlflow_id
+from rankzero.catalog.summary import read_summary
 from rankzero.errors import UserError
 from rankzero.events import PicturesTaken
 from rankzero.redaction.text import line_without_secrets
@@ -77,7 +78,10 @@ def _patches(sides: Sequence[RunSide]) -> Iterator[str]:
 def _charts_of_search(folder: RunFolder) -> list[Any]:
     """Return the charts of a study's own page, or nothing for another run."""
     page = folder.artifacts / "search.html"
-    return list(html_page.figures(page.read_text(encoding="utf-8"))) if page.is_file() else []
+    # A user may have logged a file of this name.
+    if "search.sampler" not in read_summary(folder).params or not page.is_file():
+        return []
+    return list(html_page.figures(page.read_text(encoding="utf-8", errors="replace")))
 
 
 def _curves(folders: Sequence[RunFolder], sides: Sequence[RunSide]) -> Iterator[Any]:

@@ -24,8 +24,8 @@ def deliver(folder: RunFolder, *, patience: float = GRACE_SECONDS) -> Delivery:
     """
     symlinks.refuse(folder.path)
     if lookup.last_end(folder) is not None:
-        # The recorder's last sample comes after the end of the run.
-        wait(folder, patience, lambda delivery: delivery.complete)
+        # The recorder's last sample comes after the end of the run, unless somebody resumes it.
+        wait(folder, patience, lambda now: now.complete or lookup.last_end(folder) is None)
     numbers = (path.stem.rpartition("_")[2] for path in folder.path.glob("system-node_*.jsonl"))
     for node in sorted({0, *(int(number) for number in numbers if number.isdigit())}):
         if not _deliver_node(folder, node, patience) and node == 0:

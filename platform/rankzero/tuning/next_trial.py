@@ -30,9 +30,10 @@ def from_earlier(space: Space, earlier: Trials, winner: int | None = None) -> li
     `winner`: the number of the trial that the earlier study confirmed. The reference is left out.
     """
     confirmed = [] if winner is None else [earlier[winner]]
-    good = (trial for trial in earlier.ranked() if trial.feasible and trial.counts)
     found = list[dict[str, Any]]()
-    for trial in [*confirmed, *good]:
+    for trial in itertools.chain(confirmed, earlier.ranked()):
+        if not (trial.feasible and trial.counts):
+            continue
         parameters = _in_space(space, trial)
         if parameters not in (*found, space.sped_up(space.reference_parameters())):
             found.append(parameters)
@@ -46,8 +47,9 @@ def _in_space(space: Space, trial: Trial) -> dict[str, Any]:
     ranges, facts = space.parameters(), trial.facts
     found = space.sped_up(space.reference_parameters())
     given = {PRECISION: facts["precision"], **trial.parameters}
-    kept = set(ranges) - {BATCH_INDEX, FACTOR, SPEED}
-    found |= {name: given[name] for name in kept if _contains(ranges[name], given.get(name))}
+    for name in ranges.keys() & given.keys() - {BATCH_INDEX, FACTOR, SPEED}:
+        for value in _legal(ranges[name], given[name]):
+            found[name] = value
     batch_size = facts["batch_size"]
     if BATCH_INDEX in ranges:
         distances = [abs(math.log(one / batch_size)) for one in space.batch_sizes]
@@ -58,11 +60,14 @@ def _in_space(space: Space, trial: Trial) -> dict[str, Any]:
     return found
 
 
-def _contains(range_: Range, value: Any) -> bool:
+def _legal(range_: Range, value: Any) -> list[Any]:
+    """Return the value as the range has it, or nothing if it lies outside."""
     if isinstance(range_, Choice):
-        return value in range_.options
+        # A study stores a tuple as a list.
+        plain = tuple(value) if isinstance(value, list) else value
+        return [option for option in range_.options if option in (plain, value)][:1]
     kinds = int if isinstance(range_, Integer) else (int, float)
-    return isinstance(value, kinds) and range_.low <= value <= range_.high
+    return [value] if isinstance(value, kinds) and range_.low <= value <= range_.high else []
 
 
 def short_text(space: Space, parameters: Mapping[str, Any]) -> str:
@@ -104,8 +109,8 @@ def upcoming(
     """Return the parameters to try next, or None if the sampler shall draw them.
 
     In order: interrupted trials, the best of an `earlier` study, those in `first`, those around the
-    best so far. While no trial
-    reaches the quality, other learning rates come before `first`: they are the likelier cause.
+    best so far. While no trial reaches the quality, other learning rates come before `first`: they
+    are the likelier cause.
     `is_speed`: the objective is a speed, which no learning rate changes.
     """
     if (again := interrupted(trials, space)) is not None:

@@ -10,13 +10,13 @@ import contextlib
 import dataclasses
 import os
 import secrets
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from rankzero import experiment_file
 from rankzero.catalog import dead_runs
 from rankzero.config import values
 from rankzero.config.renamed import with_new_names
@@ -50,6 +50,7 @@ from rankzero.tuning.reports.study_run import (
 from rankzero.tuning.session import DISTURBED, TARGET, Session
 from rankzero.tuning.space import Space
 from rankzero.tuning.study import OWNER, Study, decided_studies, find_study, open_study
+from rankzero.tuning.trial import Trials
 from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.host import Host
 from rankzero.tuning.trials.launcher import TrainLauncher
@@ -61,7 +62,7 @@ FIRST, EARLIER, _PARENT, PRICE = "first", "earlier", "parent", "price"
 """Facts of a study: the first guesses, the best of an earlier study, its run in MLflow, and the
 price of a device for an hour."""
 SUBJECT, WINNER = "subject", "winner"
-"""Facts of a study: the experiment's file and class, and the number of the trial that won."""
+"""Facts of a study: its experiment in MLflow and the class, and the number of the winning trial."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +117,6 @@ def run(setup: SearchSetup) -> SearchOutcome:
             "set: return one"
         )
     setup.space.check_reference()
-    earlier = None if setup.like is None else find_study(setup.storage, setup.like)
     # With --offline, nothing has made the folder before.
     make_root(setup.root)
     study = open_study(
@@ -137,10 +137,12 @@ def run(setup: SearchSetup) -> SearchOutcome:
                 "trials side by side give that command --parallel, to share a study between "
                 "machines --storage URL"
             )
-        return _lead(setup, study, earlier) if leads else _help(setup, study)
+        return _lead(setup, study, _like(setup, study)) if leads else _help(setup, study)
 
 
-def _lead(setup: SearchSetup, study: Study, earlier: Study | None) -> SearchOutcome:
+def _lead(
+    setup: SearchSetup, study: Study, like: tuple[Trials, int | None] | None
+) -> SearchOutcome:
     with _open_run(setup, _identity(setup, study)) as run:
         began = time.monotonic()
         probe = _probe(setup, run) if setup.probes else Probe()
@@ -154,7 +156,7 @@ def _lead(setup: SearchSetup, study: Study, earlier: Study | None) -> SearchOutc
             study.note(PRICE, setup.options.price)
         # Stored once: a resumed search must not get other guesses from another probe map.
         if FIRST not in study.facts:
-            _note_earlier(setup, space, study, earlier)
+            _note_earlier(setup, space, study, like)
             guesses = probe_map.guesses(space, measured) or next_trial.guesses(space)
             study.note(FIRST, guesses)
         setup.notify(f"space  {space}")
@@ -275,22 +277,34 @@ def first_guesses(study: Study) -> tuple[list[dict[str, Any]], list[dict[str, An
     return first, earlier
 
 
-def _note_earlier(setup: SearchSetup, space: Space, study: Study, earlier: Study | None) -> None:
+def _like(setup: SearchSetup, study: Study) -> tuple[Trials, int | None] | None:
+    """Return the trials of the study that --like names, and its winner. Raises UserError."""
+    if setup.like is None:
+        return None
+    if FIRST in study.facts:
+        setup.notify("like   this study has begun already, so --like changes nothing")
+        return None
+    # Now, and not after the probe, which takes minutes: the study may be unknown.
+    earlier = find_study(setup.storage, setup.like)
+    return earlier.trials(), earlier.facts.get(WINNER)
+
+
+def _note_earlier(
+    setup: SearchSetup, space: Space, study: Study, like: tuple[Trials, int | None] | None
+) -> None:
     """Note the best trials of an earlier study, which come first, or name a study that has some."""
-    path, cls = experiment_file.split(setup.identity.experiment_file or "")
-    subject = f"{path.name}:{cls}"
+    subject = f"{setup.identity.experiment}: {setup.described.name}"
     study.note(SUBJECT, subject)
-    if earlier is None:
+    if like is None:
         alike = decided_studies(setup.storage, {SUBJECT: subject}, WINNER)
         if alike and setup.options.sampler != "grid":
-            setup.notify(
-                f"like   --like {alike[-1]} would begin with the best trials of that study"
-            )
+            words = f"--like {shlex.quote(alike[-1])}"
+            setup.notify(f"like   {words} would begin with the best trials of that study")
         return
-    found = next_trial.from_earlier(space, earlier.trials(), earlier.facts.get(WINNER))
+    found = next_trial.from_earlier(space, *like)
     study.note(EARLIER, found)
     best = "; ".join(next_trial.short_text(space, one) for one in found) or "it has none but yours"
-    setup.notify(f"like   {earlier.name}: its best trials come first: {best}")
+    setup.notify(f"like   {setup.like}: its best trials come first: {best}")
 
 
 def _launchers(setup: SearchSetup, run: StudyRun) -> list[TrainLauncher]:

@@ -16,6 +16,7 @@ from rankzero.events import Evaluated
 from rankzero.experiment import Goal
 from rankzero.run_store.folder import RunFolder
 from rankzero.tuning.options import default_storage
+from rankzero.tuning.session import CONFIRMATIONS
 from rankzero.tuning.study import open_study
 from support.runs import T0, append, ended, evaluated, make_folder, saved, started, steps
 
@@ -46,6 +47,8 @@ def root(tmp_path: Path) -> Path:
         facts |= {"samples_per_second": 123456.7, "reason": REASON}
         study.ask()
         study.tell(number, "COMPLETE" if number % 2 else "PRUNED", 12.5, {}, facts)
+    runs = [{"trial": 1, "seed": seed, "value": 2.5, "quality": 0.9} for seed in (1, 2)]
+    study.note(CONFIRMATIONS, [*runs, {"trial": 1, "seed": 3, "value": None, "quality": 0.1}])
     study.note("sentence", f"Your configuration is the fastest that {'was tried, and ' * 9}won.")
     return tmp_path
 
@@ -78,7 +81,9 @@ def test_nothing_is_missing_at_any_width(
     words += ["--dir", str(root)]
     assert main(words) == 0
     piped = capsys.readouterr().out
-    assert verb != "report study" or f"trial   3: {REASON}" in piped.splitlines()
+    if verb == "report study":
+        assert f"trial   3: {REASON}" in piped.splitlines()
+        assert "confirmed  trial   1: 2.5, 2.5, missed" in piped.splitlines()
     for width in WIDTHS:
         lines = shown(width, words, monkeypatch)
         assert max(map(len, lines.splitlines())) <= width

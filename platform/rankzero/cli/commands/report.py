@@ -141,8 +141,8 @@ def _show_study(arguments: argparse.Namespace, name: str) -> None:
         if reason := trial.facts.get("reason"):
             terminal.print(Text(f"trial {trial.number:3}: {reason}"))
     for number, runs in by_trial(facts.get(CONFIRMATIONS, [])).items():
-        shown = ["missed" if run.value is None else shown(abs(run.value)) for run in runs]
-        terminal.print(Text(f"confirmed  trial {number:3}: {', '.join(shown)}"))
+        texts = ["missed" if run.value is None else shown(abs(run.value)) for run in runs]
+        terminal.print(Text(f"confirmed  trial {number:3}: {', '.join(texts)}"))
     if "objective" in facts:
         terminal.print(Text(f"objective: {facts['objective']}"))
     verdict = facts.get("sentence") or "No verdict yet: the same search command resumes it."

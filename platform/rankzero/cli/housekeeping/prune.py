@@ -77,7 +77,11 @@ def _deleted(keeper: Housekeeper, runs: Path, dry_run: bool) -> list[Summary]:
             mark(one.folder)
     found = [one for one in gone if one.folder.path.name not in changed]
     found += [one for one in others if one.folder.path.name in changed]
-    return [one for one in found if one.folder.identity.tracking_uri not in errors]
+    return [
+        one
+        for one in found
+        if one.mlflow_run_id is None or one.folder.identity.tracking_uri not in errors
+    ]
 
 
 def _span(text: str) -> float:

@@ -21,7 +21,7 @@ from rankzero.run_store.folder import RunFolder, is_hidden_artifact
 # RankZero's own folders among a run's artifacts.
 _RESERVED = ("provenance", "failures")
 # The longest side of a JPEG.
-_MOST_PIXELS = 65_535
+_MOST_PIXELS = 65_500
 # From linux/fs.h: let a file share the blocks of another one.
 _FICLONE = 0x40049409
 
@@ -74,7 +74,8 @@ def _copy_file(source: Path, target: Path) -> None:
         raise ValueError(f"{source} is not a regular file")
     with source.open("rb") as before, target.open("wb") as copied:
         try:
-            # On XFS and Btrfs both files have the same blocks until one changes. It takes no time.
+            # On XFS and Btrfs both files have the same blocks until one changes. It only waits for
+            # what the disk does not have yet.
             fcntl.ioctl(copied, _FICLONE, before.fileno())
         except OSError:
             shutil.copyfile(source, target)

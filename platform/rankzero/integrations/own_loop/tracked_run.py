@@ -260,7 +260,8 @@ class TrackedRun:
                 if name.startswith("rankzero.") or name == tables.TAG:
                     self.tell(f"tag {name}", f"a tag is not logged: {name} is RankZero's own")
                     del texts[name]
-            found = self._with_own_names(settings_without_secrets(texts))
+            with self._lock:
+                found = self._with_own_names(settings_without_secrets(texts))
             return TagsSet(time.time(), found) if found else None
 
         self._keep_event("a tag", event)

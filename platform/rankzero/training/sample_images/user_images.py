@@ -77,10 +77,10 @@ def _as_bytes(name: str, image: Any, tell: Callable[[str, str], object], max_pix
         return image
     if image.dtype.kind not in "biuf":
         raise ValueError(f"an image is made of numbers, not of {image.dtype}")
+    if image.dtype.kind in "iu" and image.min() >= 0 and 1 < image.max() <= 255:
+        return image.astype(np.uint8)
     real = np.nan_to_num(image.astype(np.float64), posinf=0.0, neginf=0.0)
     low, high = real.min(), real.max()
-    if image.dtype.kind in "iu" and low >= 0 and 1 < high <= 255:
-        return image.astype(np.uint8)
     if low < 0 or high > 1:
         values = f"the image {name!r} has values from {low:.4g} to {high:.4g}"
         tell("scaled image", f"{values}: the smallest is shown black, the largest white")
