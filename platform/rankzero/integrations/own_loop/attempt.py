@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from rankzero.events import Event, RunEnded, RunStarted
 from rankzero.experiment import Goal
 from rankzero.integrations.own_loop import process_end
 from rankzero.integrations.own_loop.metric_history import MetricHistory, Row
-from rankzero.integrations.own_loop.values import reason_of, to_floats
+from rankzero.integrations.own_loop.values import is_number, reason_of, shown, to_floats
 from rankzero.run_store import provenance
 from rankzero.run_store.journal import read_all
 from rankzero.tracking.run_log import RunLog
@@ -68,12 +68,13 @@ class Attempt:
         self._flush()
 
     def evaluated(
-        self, metrics: Mapping[str, float], step: Any
+        self, metrics: Mapping[str, Any], step: Any
     ) -> tuple[int, dict[str, float], bool]:
         """Log validation metrics. Return their step, the metrics as logged, and if it is best."""
         self.flush()
         at = self.history.step_of(step)
-        event, measured, better = self.history.evaluation(metrics, at)
+        numbers = dict(zip(metrics, self._floats(metrics.items()), strict=True))
+        event, measured, better = self.history.evaluation(numbers, at)
         if event is not None:
             self.log(event)
         return at, measured, better
@@ -119,21 +120,23 @@ class Attempt:
         rows, self._rows, self._flushed = self._rows, [], time.monotonic()
         if self.checkpoints is not None:
             self.log_all(self.checkpoints.poll())
-        self._warn_of_odd_values(rows)
         # All rows are read together: each read of a GPU waits until the GPU has caught up.
-        values = [value for _, _, metrics in rows for value in metrics.values()]
-        self.log_all(self.history.columns(rows, to_floats(values, self.log.notice)))
+        floats = self._floats([item for _, _, metrics in rows for item in metrics.items()])
+        self.log_all(self.history.columns(rows, floats))
         self.log.flush()
 
-    def _warn_of_odd_values(self, rows: Iterable[Row]) -> None:
-        for name, value in (item for _, _, metrics in rows for item in metrics.items()):
+    def _floats(self, items: Collection[tuple[str, Any]]) -> list[float]:
+        """Return the values as floats. One note for each name says what is no number: it is NaN."""
+        floats = to_floats([value for _, value in items], self.log.notice)
+        for (name, value), number in zip(items, floats, strict=True):
             # `snapshot` replaces a value that cannot be logged by a text that describes it.
-            if isinstance(value, str):
+            if number != number and not is_number(value):
                 self._tell(
                     f"{name} odd",
-                    f"{name} is not a number but {value!r}: it is logged as NaN; log its mean, for "
-                    "instance",
+                    f"{name} is not a number but {shown(value)}: it is logged as NaN; log its "
+                    "mean, for instance",
                 )
+        return floats
 
     def _writer(self) -> Any:
         # Imports torch, which a program without checkpoints may not even have.

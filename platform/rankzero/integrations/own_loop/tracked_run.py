@@ -20,7 +20,7 @@ from rankzero.integrations.own_loop import logged_files, mlflow_calls, process_e
 from rankzero.integrations.own_loop.attempt import FLUSH_ROWS, Attempt, guarded
 from rankzero.integrations.own_loop.open_runs import OPEN
 from rankzero.integrations.own_loop.params import params_of
-from rankzero.integrations.own_loop.values import pairs_of, read_pairs, snapshot, to_float
+from rankzero.integrations.own_loop.values import pairs_of, read_pairs, snapshot
 from rankzero.mlflow_store import limits
 from rankzero.redaction.text import settings_without_secrets, url_without_secrets
 from rankzero.run_store import delivery_state, names
@@ -210,7 +210,7 @@ class TrackedRun:
         with self._lock:
             if not self.reopen():
                 return False
-            return self._attempt.evaluated(self._read(metrics, to_float, "metric"), step)[2]
+            return self._attempt.evaluated(self._read(metrics, snapshot, "metric"), step)[2]
 
     def checkpoint(
         self,
@@ -227,7 +227,7 @@ class TrackedRun:
             if not self.reopen():
                 return
             attempt = self._attempt
-            values = self._read({} if metrics is None else metrics, to_float, "metric")
+            values = self._read({} if metrics is None else metrics, snapshot, "metric")
             at, measured, better = attempt.evaluated(values, step)
             self._guarded(
                 f"the checkpoint of step {at} is not kept",

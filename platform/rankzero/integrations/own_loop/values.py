@@ -67,10 +67,30 @@ def to_floats(values: list[Any], notice: Callable[[str], None]) -> list[float]:
 def to_float(value: Any) -> float:
     """Return the value as a float, or NaN if it is not a number."""
     try:
-        # Reading a DTensor is a collective: rank 0 would wait for the others.
-        return NAN if hasattr(value, "full_tensor") else float(value)
+        return _read(value)
     except Exception:  # A user's type may raise anything.
         return NAN
+
+
+def is_number(value: Any) -> bool:
+    """Return whether `to_float` reads the value. A tensor of `snapshot` always counts as one."""
+    try:
+        # Reading it once more could wait for a GPU.
+        if not hasattr(value, "detach"):
+            _read(value)
+    except Exception:  # A user's type may raise anything.
+        return False
+    return not isinstance(value, str)
+
+
+def _read(value: Any) -> float:
+    # Reading a DTensor is a collective: rank 0 would wait for the others.
+    if hasattr(value, "full_tensor"):
+        return NAN
+    # NumPy converts only arrays without dimensions.
+    if getattr(value, "ndim", 0) and hasattr(value, "reshape"):
+        value = value.reshape(())
+    return float(value)
 
 
 def pairs_of(entries: Any, kind: str, tell: Tell) -> list[tuple[Any, Any]]:
