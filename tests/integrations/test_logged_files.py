@@ -25,6 +25,7 @@ import rankzero
 from rankzero.events import ArtifactLogged, Noticed, PicturesTaken, TagsSet
 from rankzero.integrations.own_loop import logged_files
 from rankzero.integrations.own_loop.tracked_run import TrackedRun
+from rankzero.mlflow_store import limits
 from rankzero.run_store import delivery_state
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
@@ -130,6 +131,35 @@ def test_threads_that_set_their_first_tags_keep_different_names(run: TrackedRun)
     store = MemoryStore()
     delivered(folder_of(run), store)
     assert set(tags) <= set(store.tags.values())
+    run.finish()
+
+
+def test_params_whose_names_differ_only_in_odd_characters_all_reach_mlflow(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for _ in range(2):  # each as in a process of its own
+        run = rankzero.track("mine", {"p:u": 1}, name="params", offline=True)
+        run.log_params({"p(u": 2})
+        run.log_params({"p_u": 3, "p)u": 4})
+        run.log_param("p(u", 2)
+        run.finish()
+    store = MemoryStore()
+    delivered(folder_of(run), store)
+    params = {limits.name(key): text for key, text in store.params.items() if key[0] == "p"}
+    assert params["p_u"] == "1" and sorted(params.values()) == ["1", "2", "3", "4"]
+    assert capsys.readouterr().out.count("in MLflow, which has another param p_u") == 6
+
+
+@pytest.mark.parametrize("tag", ["rankzero.uuid", "mlflow.loggedArtifacts"])
+@pytest.mark.parametrize("before", ["", "/", "//", "./"])
+def test_own_tags_are_refused_however_they_are_written(
+    run: TrackedRun, capsys: pytest.CaptureFixture[str], before: str, tag: str
+) -> None:
+    run.set_tag(before + tag, "mine")
+    store = MemoryStore()
+    delivered(folder_of(run), store)
+    assert "mine" not in store.tags.values()
+    assert f"a tag is not logged: {before}{tag} is RankZero's own" in capsys.readouterr().out
     run.finish()
 
 

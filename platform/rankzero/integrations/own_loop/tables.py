@@ -86,6 +86,11 @@ def logged_tags(folder: RunFolder) -> dict[str, str]:
     return {tag: text for event in events for tag, text in event.tags.items()}
 
 
+def tags_by_name(folder: RunFolder) -> dict[str, str]:
+    """Return the tags that the program has set so far, by their names in MLflow."""
+    return {limits.name(tag): tag for tag in logged_tags(folder)}
+
+
 def _listed(text: str) -> list[dict[str, str]]:
     # An earlier version let programs set the tag.
     try:

@@ -19,6 +19,7 @@ from rankzero.experiment import Goal
 from rankzero.integrations.own_loop import logged_files, mlflow_calls, process_end, tables
 from rankzero.integrations.own_loop.attempt import FLUSH_ROWS, Attempt, guarded
 from rankzero.integrations.own_loop.open_runs import OPEN
+from rankzero.integrations.own_loop.own_names import OwnNames, logged_params
 from rankzero.integrations.own_loop.params import params_of
 from rankzero.integrations.own_loop.values import pairs_of, read_pairs, snapshot
 from rankzero.mlflow_store import limits
@@ -62,13 +63,14 @@ class TrackedRun:
         self._goal, self._keep, self._params = goal, keep, dict(params or {})
         self._flush_rows = flush_rows
         self._told: set[str] = set()
-        self._tags: dict[str, str] | None = None
-        """The tags by their names in MLflow; None until one is set."""
         self._refused_until = 0.0
         # A handler of a signal may log while its thread logs.
         self._lock = threading.RLock()
         self._begin()
-        self._tables = tables.ListedTables(self._log.folder, self.tell)
+        folder = self._log.folder
+        self._tables = tables.ListedTables(folder, self.tell)
+        self._own_params = OwnNames("param", lambda: logged_params(folder), self.tell)
+        self._own_tags = OwnNames("tag", lambda: tables.tags_by_name(folder), self.tell)
 
     def _begin(self) -> None:
         """Begin an attempt. Raises UserError if another process writes the run."""
@@ -241,8 +243,10 @@ class TrackedRun:
         """
 
         def event() -> Event:
-            found = settings_without_secrets(params_of(params, self.tell))
-            self._params |= found
+            texts = settings_without_secrets(params_of(params, self.tell))
+            with self._lock:  # Another thread may log the same name.
+                found = self._own_params.of(texts)
+                self._params |= found
             return ParamsLogged(time.time(), found)
 
         self._keep_event("a param", event)
@@ -257,11 +261,11 @@ class TrackedRun:
         def event() -> Event | None:
             texts = self._read(tags, str, "tag")
             for name in [*texts]:
-                if name.startswith("rankzero.") or name == tables.TAG:
+                legal = limits.name(name)  # "/rankzero.uuid" is "rankzero.uuid" in MLflow.
+                if legal.startswith("rankzero.") or legal == tables.TAG:
                     self.tell(f"tag {name}", f"a tag is not logged: {name} is RankZero's own")
                     del texts[name]
-            with self._lock:
-                found = self._with_own_names(settings_without_secrets(texts))
+            found = self._own_tags.of(settings_without_secrets(texts))
             return TagsSet(time.time(), found) if found else None
 
         self._keep_event("a tag", event)
@@ -500,23 +504,6 @@ class TrackedRun:
 
     def _read(self, entries: object, read: Callable[[Any], T], kind: str) -> dict[str, T]:
         return read_pairs(pairs_of(entries, kind, self.tell), read, kind, self.tell)
-
-    def _with_own_names(self, tags: Mapping[str, str]) -> dict[str, str]:
-        """Return the tags, those renamed that would replace another one in MLflow."""
-        if self._tags is None:  # An earlier process may have set some.
-            logged = tables.logged_tags(self._log.folder)
-            self._tags = {limits.name(tag): tag for tag in logged}
-        found = {}
-        # Legal names come first, so that they stay.
-        for tag in sorted(tags, key=lambda tag: (limits.name(tag) != tag, tag)):
-            own, name = tag, limits.name(tag)
-            if self._tags.setdefault(name, tag) != tag:
-                own = limits.unique_name(tag)
-                self.tell(
-                    f"tag {tag}", f"the tag {tag} is {own} in MLflow, which has another tag {name}"
-                )
-            found[own] = tags[tag]
-        return found
 
     def _guarded(self, consequence: str, action: Callable[[], None]) -> bool:
         return guarded(consequence, action, self._note)
