@@ -384,6 +384,23 @@ def test_image_that_changes_is_noted_once(
     run.finish()
 
 
+def test_images_of_different_keys_have_different_names(
+    run: TrackedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ["k:u", "k(u", "x" * 100 + "a", "x" * 100 + "b", "\ud800"]
+    for _ in range(2):
+        for key in keys:
+            run.log_image(torch.zeros(2, 2), key=key, step=1)
+    printed = capsys.readouterr().out
+    store = MemoryStore()
+    delivered(folder_of(run), store)
+    drawn = {key for key, *_ in store.pictures}
+    assert len(drawn) == len(keys), drawn
+    assert printed.count("the image k(u is k_u-") == 1
+    assert printed.count("are called xxxx") == 2
+    run.finish()
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_checkpoint_of_torch_distributed_is_logged_with_its_hidden_file(run: TrackedRun) -> None:
     weights = {"weight": torch.arange(3.0)}

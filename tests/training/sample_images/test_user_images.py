@@ -100,6 +100,22 @@ def test_only_values_out_of_range_are_scaled(image: Any, expected: list[int], no
     assert found.ravel().tolist() == expected and told == ["scaled image"] * notes
 
 
+@pytest.mark.parametrize(
+    "image, expected",
+    [
+        ([[np.nan, 0.2, 1.0, np.inf]], [0, 51, 255, 0]),
+        ([[np.nan, 5.0, 6.0, -np.inf]], [0, 0, 255, 0]),
+        ([[np.nan, -5.0, -4.0, np.nan]], [0, 0, 255, 0]),
+        ([[np.nan, np.nan]], [0, 0]),
+    ],
+)
+def test_values_that_are_not_finite_are_black_with_a_note(image: Any, expected: list[int]) -> None:
+    told: list[str] = []
+    found = images_of({"it": np.array(image)}, lambda _, text: told.append(text))["it"]
+    assert found.ravel().tolist() == expected
+    assert told[0] == "the image 'it' has values that are not finite: they are shown black"
+
+
 def test_huge_image_is_thinned_before_it_is_copied() -> None:
     huge = np.broadcast_to(np.float32(0.5), (1_000_000, 1_000_000))
     found = images_of({"it": huge})["it"]

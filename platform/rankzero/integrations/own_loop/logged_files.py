@@ -9,6 +9,7 @@ import os
 import shutil
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -160,8 +161,15 @@ def keep_picture(
     """
     import numpy as np
 
-    from rankzero.training.sample_images.user_images import images_of
+    from rankzero.training.sample_images.user_images import MAX_NAME_BYTES, images_of
 
+    if len(key.encode(errors="replace")) > MAX_NAME_BYTES:
+        # Different keys stay different.
+        digest = f"-{zlib.crc32(key.encode('utf-8', 'surrogatepass')):08x}"
+        head = key.encode(errors="replace")[: MAX_NAME_BYTES - len(digest)]
+        short = head.decode(errors="ignore") + digest
+        tell(f"image {short}", f"the images of the key {key:.100} are called {short} in MLflow")
+        key = short
     ((name, pixels),) = images_of({key: image}, tell).items()
     path = folder.pictures / f"step_{max(step, 0):08d}_{time.time_ns()}.npz"
     picture_files.write(path, {"own_names": np.array([name]), "own_0": pixels})

@@ -1,4 +1,4 @@
-"""The names of a program's tags and params in MLflow: each has its own, in all processes."""
+"""The names of a program's tags, params and images in MLflow: each has its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rankzero.run_store.journal import read_all
 class OwnNames:
     """The names that are taken. MLflow allows few characters: ``t:u`` and ``t(u`` are both ``t_u``.
 
-    `kind`: tag or param. `read_earlier`: returns what earlier processes have logged, by its name in
+    `kind`: such as tag. `read_earlier`: returns what earlier processes have logged, by its name in
     MLflow. `tell`: gets each rename, with a key for it.
     """
 

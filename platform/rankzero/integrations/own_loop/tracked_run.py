@@ -70,6 +70,7 @@ class TrackedRun:
         folder = self._log.folder
         self._tables = tables.ListedTables(folder, self.tell)
         self._own_params = OwnNames("param", lambda: logged_params(folder), self.tell)
+        self._own_images = OwnNames("image", dict, self.tell)
         self._own_tags = OwnNames("tag", lambda: tables.tags_by_name(folder), self.tell)
 
     def _begin(self) -> None:
@@ -357,7 +358,8 @@ class TrackedRun:
             with self._lock:
                 self._attempt.flush()
                 at = self._attempt.history.step_of(step)
-            return logged_files.keep_picture(self._log.folder, key or "image", image, at, self.tell)
+                (own,) = self._own_images.of({key or "image": ""})
+            return logged_files.keep_picture(self._log.folder, own, image, at, self.tell)
 
         self._keep_event("an image", event)
 

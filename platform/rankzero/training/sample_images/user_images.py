@@ -55,7 +55,7 @@ def _as_bytes(name: str, image: Any, tell: Callable[[str, str], object], max_pix
 
     It may be a tensor or array [c, h, w], [h, w] or [h, w, c], a PIL image or a matplotlib figure.
     Numbers from 0 to 1 and integers to 255 keep their scale. Others are scaled from their smallest
-    to their largest value.
+    to their largest value. NaN and infinite numbers are black.
     """
     image = _as_array(image)
     if image.ndim == 2:
@@ -79,12 +79,22 @@ def _as_bytes(name: str, image: Any, tell: Callable[[str, str], object], max_pix
         raise ValueError(f"an image is made of numbers, not of {image.dtype}")
     if image.dtype.kind in "iu" and image.min() >= 0 and 1 < image.max() <= 255:
         return image.astype(np.uint8)
-    real = np.nan_to_num(image.astype(np.float64), posinf=0.0, neginf=0.0)
-    low, high = real.min(), real.max()
+    return _scaled(name, image, tell)
+
+
+def _scaled(name: str, image: Any, tell: Callable[[str, str], object]) -> Any:
+    real = image.astype(np.float64)
+    finite = np.isfinite(real)
+    if not finite.all():
+        odd = f"the image {name!r} has values that are not finite"
+        tell("image not finite", f"{odd}: they are shown black")
+    numbers = real[finite]
+    low, high = (numbers.min(), numbers.max()) if numbers.size else (0.0, 0.0)
     if low < 0 or high > 1:
         values = f"the image {name!r} has values from {low:.4g} to {high:.4g}"
         tell("scaled image", f"{values}: the smallest is shown black, the largest white")
         real = (real - low) / max(high - low, 1e-12)
+    real = np.where(finite, real, 0.0)
     return (real * 255).round().astype(np.uint8)
 
 
