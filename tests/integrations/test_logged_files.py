@@ -415,6 +415,17 @@ def test_checkpoint_of_torch_distributed_is_logged_with_its_hidden_file(run: Tra
     assert torch.equal(loaded["weight"], weights["weight"])
 
 
+def test_empty_path_is_not_the_working_folder(
+    run: TrackedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("secret.txt").write_text("x")
+    run.log_artifact("")
+    run.log_artifacts("", "below")
+    assert not [*folder_of(run).artifacts.rglob("secret.txt")]
+    assert capsys.readouterr().out.count("is not logged: ValueError: its path is empty") == 2
+    run.finish()
+
+
 def test_folder_of_the_runs_is_not_copied_into_itself(run: TrackedRun) -> None:
     Path("train.py").write_text("x")
     run.log_artifact(".")

@@ -754,6 +754,18 @@ assert not loaded, loaded
 """
 
 
+def test_run_of_another_experiment_continues_there_with_a_note(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rankzero.track("first", name="mine", offline=True).finish()
+    rankzero.track("first", name="mine", offline=True).finish()
+    assert "of the experiment" not in capsys.readouterr().out
+    run = rankzero.track("second", name="mine", offline=True)
+    run.finish()
+    assert run.folder is not None and RunFolder(run.folder).identity.experiment == "first"
+    assert "mine is a run of the experiment 'first'" in capsys.readouterr().out
+
+
 def test_second_process_cannot_write_the_same_run() -> None:
     """The second process changes nothing. After the first, the run can be continued."""
     with subprocess.Popen(

@@ -27,6 +27,13 @@ _MOST_PIXELS = 65_500
 _FICLONE = 0x40049409
 
 
+def path_of(text: str | Path) -> Path:
+    """Return the path of what is logged. Raises ValueError if it is empty."""
+    if text == "":  # As a path it is the working folder.
+        raise ValueError("its path is empty")
+    return Path(text)
+
+
 def copy(
     folder: RunFolder, source: Path, place: str | None, notice: Callable[[str], None]
 ) -> ArtifactLogged:

@@ -80,6 +80,10 @@ def track(
         offline=offline,
         named=name is not None,
     )
+    known = RunFolder(root / "runs" / identity.name).identity.experiment
+    if known != experiment:
+        text = f"{identity.name} is a run of the experiment {known!r}: it continues there"
+        notes.append(("experiment", f"{text}, and {experiment!r} gets nothing of it"))
     for about, text in notes:
         run.tell(about, text)
     return run

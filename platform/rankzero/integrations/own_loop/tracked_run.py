@@ -283,23 +283,24 @@ class TrackedRun:
 
         def copy() -> Event:
             began = time.monotonic()
-            event = logged_files.copy(self._log.folder, Path(local_path), artifact_path, self._note)
+            source = logged_files.path_of(local_path)
+            event = logged_files.copy(self._log.folder, source, artifact_path, self._note)
             if (seconds := time.monotonic() - began) > _SLOW_SECONDS:
                 self.tell("slow", f"log_artifact took {seconds:.0f} s to copy {local_path}")
             return event
 
-        self._keep_event(str(local_path), copy)
+        self._keep_event(str(local_path) or "a file", copy)
 
     def log_artifacts(self, local_dir: str | Path, artifact_path: str | None = None) -> None:
         """Copy what a folder contains to the run's artifacts, each as `log_artifact` does."""
 
         def copy() -> None:
             root = self._log.folder.path.parents[1]  # A program may lie next to its runs.
-            for path in Path(local_dir).absolute().iterdir():
+            for path in logged_files.path_of(local_dir).absolute().iterdir():
                 if path != root:
                     self.log_artifact(path, artifact_path)
 
-        self._guarded(f"{local_dir} is not logged", copy)
+        self._guarded(f"{local_dir or 'a folder'} is not logged", copy)
 
     def log_text(self, text: str, artifact_file: str) -> None:
         """Write a text as an artifact."""
