@@ -194,6 +194,28 @@ def test_what_a_folder_contains_is_copied_without_the_runs_beside_it(run: Tracke
     run.finish()
 
 
+def test_table_takes_what_can_be_listed(
+    run: TrackedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.log_table({}, "none.json")
+    run.log_table({"a": range(2)}, "range.json")
+    run.log_table({"a": {"x": 1}.values()}, "values.json")
+    run.log_table(([row] for row in (1, 2)), "rows.json", columns=["a"])
+    run.log_table({1: [3], "1": [4]}, "keys.json")  # type: ignore[dict-item]
+    expected = {
+        "none": ([], []),
+        "range": (["a"], [[0], [1]]),
+        "values": (["a"], [[1]]),
+        "rows": (["a"], [[1], [2]]),
+        "keys": (["1"], [[4]]),
+    }
+    for name, (columns, data) in expected.items():
+        found = json.loads((folder_of(run).artifacts / f"{name}.json").read_text())
+        assert found == {"columns": columns, "data": data}, name
+    assert capsys.readouterr().out.count("several keys are the column 1: the last counts") == 1
+    run.finish()
+
+
 def test_table_grows_by_rows_of_any_kind(run: TrackedRun) -> None:
     run.log_table({"step": [1, 2], "loss": np.array([0.5, np.nan])}, "deep/losses.json")
     run.log_table([{"step": 3, "loss": torch.tensor(0.25)}], "deep/losses.json")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from rankzero.events import TagsSet
+from rankzero.integrations.own_loop.values import Tell, read_pairs
 from rankzero.mlflow_store import limits
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
@@ -18,19 +19,19 @@ TAG = "mlflow.loggedArtifacts"
 """MLflow's page shows the files that this tag lists as tables."""
 
 
-def save(data: Any, columns: Sequence[str] | None, path: Path, before: Path) -> None:
+def save(data: Any, columns: Sequence[str] | None, tell: Tell, path: Path, before: Path) -> None:
     """Write a table. The rows of the table at `before`, if there is one, come first.
 
     `data`: columns by name, rows with or without names of `columns`, or a DataFrame of pandas.
-    Raises ValueError for anything else.
+    `tell`: gets each name that several columns have. Raises ValueError for anything else.
     """
     import pandas  # It takes a second.
 
     if path.suffix != ".json":
         raise ValueError("the name of a table ends with .json")
     if isinstance(data, Mapping):
-        data = {str(name): _plain(column) for name, column in data.items()}
-        if not any(isinstance(column, (list, tuple)) for column in data.values()):
+        data = read_pairs(data.items(), _plain, "column", tell)
+        if data and not any(isinstance(column, (list, tuple)) for column in data.values()):
             data = [data]
     elif not isinstance(data, pandas.DataFrame):
         data = _plain(data)
@@ -101,5 +102,8 @@ def _listed(text: str) -> list[dict[str, str]]:
 
 
 def _plain(values: Any) -> Any:
-    """Return a tensor, an array or one of their numbers as Python's own."""
-    return values.tolist() if hasattr(values, "tolist") else values
+    """Return a tensor, an array or one of their numbers as Python's own, and a generator's list."""
+    if hasattr(values, "tolist"):
+        return values.tolist()
+    is_list = isinstance(values, Iterable) and not isinstance(values, (str, bytes, Mapping, Set))
+    return list(values) if is_list else values

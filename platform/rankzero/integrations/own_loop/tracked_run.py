@@ -322,7 +322,7 @@ class TrackedRun:
             folder, path = self._log.folder, str(PurePosixPath(artifact_file))
             with self._lock:  # Another thread may add rows.
                 before = folder.artifacts / path
-                save = functools.partial(tables.save, data, columns, before=before)
+                save = functools.partial(tables.save, data, columns, self.tell, before=before)
                 event, listed = logged_files.write(folder, path, save), self._tables.add(path)
                 if listed is not None and self.reopen():
                     self._log(listed)
