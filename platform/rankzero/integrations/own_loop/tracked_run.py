@@ -266,7 +266,8 @@ class TrackedRun:
                 if legal.startswith("rankzero.") or legal == tables.TAG:
                     self.tell(f"tag {name}", f"a tag is not logged: {name} is RankZero's own")
                     del texts[name]
-            found = self._own_tags.of(settings_without_secrets(texts))
+            with self._lock:
+                found = self._own_tags.of(settings_without_secrets(texts))
             return TagsSet(time.time(), found) if found else None
 
         self._keep_event("a tag", event)
