@@ -301,6 +301,7 @@ def test_bad_input_is_noted_and_costs_nothing_else(
         (run.log_artifact, ("absent.bin",), "absent.bin is not logged: FileNotFoundError"),
         (run.log_artifact, ("/dev/zero",), "/dev/zero is not a regular file"),
         (run.log_artifact, (None,), "None is not logged: TypeError"),
+        (run.log_artifact, ("empty",), "empty is not logged: ValueError: it contains no file"),
         (run.log_table, ([[1]], None), "None is not logged: TypeError"),
         (run.log_text, ("x", "../out.txt"), "'../out.txt' cannot be the name"),
         (run.log_text, ("x", "/etc/out.txt"), "'/etc/out.txt' cannot be the name"),
@@ -320,6 +321,7 @@ def test_bad_input_is_noted_and_costs_nothing_else(
         (run.log_text, ("x", "taken/below.txt"), "taken/below.txt is not logged: "),
     ]
     run.log_text("kept", "taken")
+    Path("empty").mkdir()
     for act, arguments, note in actions:
         act(*arguments)
         assert note in capsys.readouterr().out, note

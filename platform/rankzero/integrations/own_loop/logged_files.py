@@ -54,6 +54,8 @@ def copy(
             if (path.is_symlink() or not path.is_dir())
             and (source.is_relative_to(own) or not path.is_relative_to(own))
         }
+    if not files:
+        raise ValueError("it contains no file")
     size, free = sum(map(_size, files.values())), shutil.disk_usage(folder.path).free
     if size > free:
         raise ValueError(f"it has {size:,} bytes, and the disk of the runs has {free:,} free")
