@@ -159,7 +159,16 @@ def test_uris_recorder_and_sync_import_no_mlflow() -> None:
 
 def search_in(root: Path) -> argparse.Namespace:
     """Return the arguments of a search with a server's runs and a study below `root`."""
-    names = ("minutes", "trials", "trial_minutes", "silence_seconds", "parallel", "price", "nproc")
+    names = (
+        "minutes",
+        "trials",
+        "trial_minutes",
+        "silence_seconds",
+        "parallel",
+        "price",
+        "nproc",
+        "like",
+    )
     return argparse.Namespace(
         **dict.fromkeys(names),
         seeds=3,
