@@ -73,10 +73,7 @@ def track(
     identity = _identity(experiment, name, uri, root / "runs")
     run = TrackedRun(
         functools.partial(_open_log, root / "runs", mine, offline=offline),
-        identity,
-        goal or Goal(),
-        keep,
-        params,
+        *(identity, goal or Goal(), keep, params),
         offline=offline,
         named=name is not None,
     )
