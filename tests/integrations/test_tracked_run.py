@@ -111,7 +111,8 @@ def test_loop_is_tracked_to_the_end_in_mlflow() -> None:
     assert [(step, metrics["train/loss"]) for step, metrics in rows(events)[:5]] == [
         (n, float(n)) for n in range(1, 6)
     ]
-    assert [type(event) for event in events if not isinstance(event, StepsLogged)] == [
+    # A thread writes the checkpoint, so its event comes at any time before the end.
+    assert [type(one) for one in events if not isinstance(one, (StepsLogged, CheckpointSaved))] == [
         RunStarted,
         Evaluated,
         ParamsLogged,
@@ -119,9 +120,9 @@ def test_loop_is_tracked_to_the_end_in_mlflow() -> None:
         TagsSet,
         ArtifactLogged,
         PicturesTaken,
-        CheckpointSaved,
         RunEnded,
     ]
+    assert [event.step for event in events if isinstance(event, CheckpointSaved)] == [5]
     assert torch.equal(restore.load(folder.checkpoints / "step_00000005")["weight"], model.weight)
     delivery = delivery_status.wait(folder)
     assert delivery.done and delivery.run_id == run.id
