@@ -1,7 +1,8 @@
 """Claims and locks on a run's folder.
 
     recorder.json   claim: which attempt is the latest, and which process writes its journal
-    recorder-….live flock: the claim's recorder holds it, which shows that it lives
+    recorder-….live flock: the claim's recorder holds it, which shows that it lives; not empty once
+                    it has begun
     recorder.lock   flock: which process delivers the node's journals (a courier, `rankzero sync`)
     launcher.lock   flock: which command launches the run's processes
     attempt.lock    flock for moments: a claim and the end of the attempt before exclude each other
