@@ -1,5 +1,7 @@
 """Experiments of the size that a GPU is bought for: ResNet-18 on CIFAR's shapes, a GPT of 124 M.
 
+And a multilayer perceptron, whose step is all launches.
+
 With ``RANKZERO_SMALL=1`` both are tiny, to try the scripts on a CPU. The data are random: only the
 speed is of interest.
 """
@@ -44,7 +46,7 @@ class ResNet18(Experiment):
     """ResNet-18 with the stem for images of 32x32."""
 
     train: Train = Train(batch_size=8 if SMALL else 1024)
-    lr: float = 0.1
+    lr: float = 0.02
     width: int = 4 if SMALL else 64
     goal = Goal("val/loss", "min")
 
@@ -148,3 +150,29 @@ class Gpt(Experiment):
         (text,) = batch
         found = model(text[:, :-1])
         return {"loss": cross_entropy(found.flatten(0, 1), text[:, 1:].flatten())}
+
+
+class Mlp(Experiment):
+    """A step of a few small kernels: the host is the limit, and each of its microseconds counts."""
+
+    train: Train = Train(batch_size=256)
+    lr: float = 0.01
+    goal = Goal("val/loss", "min")
+
+    def data(self) -> tuple[TensorDataset, TensorDataset]:
+        def noise(samples: int) -> TensorDataset:
+            return TensorDataset(
+                torch.randn(samples, 64), torch.randint(10, (samples,), dtype=torch.long)
+            )
+
+        return noise(self.train.batch_size * 100), noise(self.train.batch_size)
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+    def optimizer(self, model: nn.Module) -> optim.Optimizer:
+        return optim.SGD(model.parameters(), self.lr, momentum=0.9, fused=True)
+
+    def measure(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        x, y = batch
+        return {"loss": cross_entropy(model(x), y)}

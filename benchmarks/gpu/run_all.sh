@@ -11,18 +11,15 @@ python=${PYTHON:-$here/../../.venv/bin/python}
 out=$(realpath -m "${1:-$here/../results/gpu}")
 mkdir -p "$out"
 pieces=("${@:2}")
-[ "${#pieces[@]}" -gt 0 ] || pieces=(checks vision language overlap checkpoints)
+[ "${#pieces[@]}" -gt 0 ] || pieces=(checks ladder overlap checkpoints)
 export PYTHONPATH=$here:$here/..:$here/../../platform${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 failed=()
 for piece in "${pieces[@]}"; do
     echo "== $piece, $(date +%T)"
     case $piece in
         checks) command=("$here/checks.py" "$out") ;;
-        vision) command=("$here/ladder.py" ResNet18 "$out") ;;
-        language) command=("$here/ladder.py" Gpt "$out") ;;
-        overlap) command=("$here/overlap.py" "$out") ;;
-        checkpoints) command=("$here/../checkpoint_blocking.py") ;;
-        *) echo "no piece is called $piece: checks, vision, language, overlap, checkpoints"; exit 2 ;;
+        ladder | overlap | checkpoints) command=("$here/$piece.py" "$out") ;;
+        *) echo "no piece is called $piece: checks, ladder, overlap, checkpoints"; exit 2 ;;
     esac
     timeout 580 "$python" "${command[@]}" 2>&1 | tee "$out/$piece.log" || failed+=("$piece")
 done

@@ -68,7 +68,6 @@ class ObservedAgent(LocalElasticAgent):
             start_method="forkserver",
             # It waits so long at the end for the agents of other machines, which may be gone.
             exit_barrier_timeout=60,
-            shutdown_timeout=30,  # after SIGTERM, before SIGKILL, where another rank has failed
         )
 
     @property

@@ -192,15 +192,34 @@ def test_import_of_doctor_imports_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
 
-def test_versions_that_do_not_match() -> None:
-    assert (
-        doctor.torch_pair(lambda: ("2.13.0", "0.29.2+cu132")).fix
-        == "torch 2.13.0 goes with torchvision 0.27"
-    )
+@pytest.mark.parametrize(
+    ("torch", "wanted", "fits"),
+    [
+        ("2.11.0+cu130", "==2.11.0", True),
+        ("2.15.0", ">=2.14.0", True),
+        ("2.16.0.dev20261101", "==2.16.0.dev20261101", True),
+        ("2.11.0", "", True),
+        ("2.13.0", "==2.11.0", False),
+    ],
+)
+def test_torchvision_is_made_for_some_versions_of_torch(
+    torch: str, wanted: str, fits: bool
+) -> None:
+    check = doctor.torch_pair(lambda: doctor.TorchPair(torch, "0.26.0+cu132", wanted))
+    assert (check.fix is None) == fits
+    if not fits:
+        assert check.fix == (
+            "torchvision 0.26.0+cu132 is made for torch==2.11.0: install both together"
+        )
+
+
+def test_installed_pair_fits() -> None:
+    check = doctor.torch_pair()
+    assert check.fix is None and check.found.startswith("torch 2.")
 
 
 def test_versions_that_do_not_load() -> None:
-    def broken() -> tuple[str, str]:
+    def broken() -> doctor.TorchPair:
         raise RuntimeError("operator torchvision::nms does not exist")
 
     check = doctor.torch_pair(broken)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from rankzero.experiment import Experiment
 from rankzero.training.data.batch import samples_in
-from rankzero.training.data.loader import BatchLoader
+from rankzero.training.data.loader import BatchLoader, copied_ahead
 from rankzero.training.data.order import BatchOrder
 
 CPU = torch.device("cpu")
@@ -171,3 +174,20 @@ def test_samples_are_counted_by_indices_and_not_by_rows() -> None:
         (32, 8),
         (16, 4),
     ]
+
+
+@given(st.lists(st.integers(1, 5), max_size=12), st.integers(1, 5))
+def test_indices_copied_ahead_are_those_of_each_batch(sizes: list[int], ahead: int) -> None:
+    batches = [torch.arange(size) + 10 * number for number, size in enumerate(sizes)]
+    drawn = list[int]()
+
+    def draw() -> Iterator[Tensor]:
+        for number, batch in enumerate(batches):
+            drawn.append(number)
+            yield batch
+
+    for number, found in enumerate(copied_ahead(draw(), CPU, ahead)):
+        assert torch.equal(found, batches[number])
+        # Batches that the experiment chooses are drawn one at a time, with `ahead` 1.
+        assert len(drawn) - number <= ahead
+    assert len(drawn) == len(batches)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import os
 import platform
 import shutil
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from rich.console import Console
 from rich.markup import escape
 
@@ -22,7 +25,6 @@ from rankzero.errors import FAILED, FINISHED
 
 _GIGABYTE = 1e9
 _LEAST_SHARED, _LEAST_DISK = 1 * _GIGABYTE, 5 * _GIGABYTE
-_TORCHVISION_OFFSET = 14  # torch 2.N belongs to torchvision 0.(N + 14)
 _NOT_CHECKED = " (not checked here: a run will)"
 _DRIVER = Path("/sys/module/nvidia/version")
 # `shutil.disk_usage`: total and free bytes.
@@ -185,24 +187,33 @@ def _check_server(address: str, timeout: float) -> str:
         raise RuntimeError(what) from error
 
 
-def _installed_versions() -> tuple[str, str]:
+class TorchPair(NamedTuple):
+    """The versions of torch and torchvision, and the torch that torchvision is made for."""
+
+    torch: str
+    torchvision: str
+    wanted: str
+
+
+def _installed_versions() -> TorchPair:
     import torch
     import torchvision
 
-    return torch.__version__, torchvision.__version__
+    asked = map(Requirement, importlib.metadata.requires("torchvision") or ())
+    wanted = next((str(one.specifier) for one in asked if one.name == "torch"), "")
+    return TorchPair(torch.__version__, torchvision.__version__, wanted)
 
 
-def torch_pair(versions: Callable[[], tuple[str, str]] = _installed_versions) -> Check:
-    """Check that torch and torchvision load, and belong to the same release."""
+def torch_pair(versions: Callable[[], TorchPair] = _installed_versions) -> Check:
+    """Check that torch and torchvision load, and that torchvision is made for this torch."""
     try:
-        torch, torchvision = (version.partition("+")[0] for version in versions())
+        torch, torchvision, wanted = versions()
     except Exception as error:  # a broken installation fails in many ways
         why = f"{type(error).__name__}: {error}"
         fix = f"{why}: run `make setup`, which installs matching versions"
         return Check("PyTorch", "does not load", fix)
-    wanted = int(torch.split(".")[1]) + _TORCHVISION_OFFSET
-    matches = int(torchvision.split(".")[1]) == wanted or not torch.startswith("2.")
-    mismatch = f"torch {torch} goes with torchvision 0.{wanted}"
+    matches = SpecifierSet(wanted).contains(torch, prereleases=True)
+    mismatch = f"torchvision {torchvision} is made for torch{wanted}: install both together"
     found = f"torch {torch}, torchvision {torchvision}"
     return Check("PyTorch", found, None if matches else mismatch)
 

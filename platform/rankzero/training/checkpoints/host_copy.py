@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from rankzero.errors import UserError
+from rankzero.training.checkpoints.pinned_memory import PinnedMemory
 
-_Kind = tuple[torch.Size, torch.dtype]
+_Kind = tuple[torch.Size, torch.dtype, str]
+"""Shape, type, and the type of the device."""
 _PIECE_BYTES = 16 << 20
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 # A subclass, such as an enumeration, may have a `__str__` of its own.
@@ -52,6 +54,8 @@ class HostCopier:
         # Buffers are kept because fresh memory would cost a page fault for every 4 KiB.
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
         self._spare: dict[_Kind, list[Tensor]] = collections.defaultdict(list)
+        self._pinned: PinnedMemory | None = None
+        self._pinned_kinds: list[_Kind] = []
 
     def copy(self, state: Any) -> PendingCopy:
         """Return `state` with every tensor copied. The copy is valid until the next call.
@@ -59,6 +63,8 @@ class HostCopier:
         Raises UserError for a value that could not be loaded again.
         """
         gpus: set[torch.device] = set()
+        if self._pinned_kinds:
+            self._use_pinned_memory()
 
         def copy_tensor(tensor: Tensor, path: tuple[Any, ...]) -> Tensor:
             source = tensor.detach()
@@ -77,8 +83,15 @@ class HostCopier:
         Another thread may call it, but not during a `copy`. It ends early, after a piece, once
         `is_hurried` returns True.
         """
+        on_host, on_gpu = list[_Kind](), list[_Kind]()
         for kind in kinds:
-            shape, dtype = kind
+            (on_gpu if kind[2] == "cuda" else on_host).append(kind)
+        if on_gpu:
+            memory = PinnedMemory([(shape, dtype) for shape, dtype, _ in on_gpu])
+            memory.touch(is_hurried)
+            self._pinned, self._pinned_kinds = memory, on_gpu
+        for kind in on_host:
+            shape, dtype, _ = kind
             buffer = torch.empty(shape, dtype=dtype)
             self._spare[kind].append(buffer)
             for start in range(0, buffer.nbytes, _PIECE_BYTES):
@@ -87,6 +100,19 @@ class HostCopier:
                 size = min(_PIECE_BYTES, buffer.nbytes - start)
                 # Without Python's lock, and without PyTorch's threads, which the training needs.
                 ctypes.memset(buffer.data_ptr() + start, 0, size)
+
+    def close(self) -> None:
+        """Give page-locked memory back, once the last copy has arrived. The copy stays valid."""
+        if self._pinned is not None:
+            self._pinned.unlock()
+
+    def _use_pinned_memory(self) -> None:
+        # CUDA may refuse to lock it, as where the host is short of memory. Then each buffer is
+        # allocated when it is needed.
+        if self._pinned is not None and self._pinned.lock():
+            for kind, buffer in zip(self._pinned_kinds, self._pinned.tensors(), strict=True):
+                self._spare[kind].append(buffer)
+        self._pinned_kinds = []
 
     def _buffer(self, source: Tensor, path: tuple[Any, ...]) -> Tensor:
         buffer = self._buffers.get(path)
@@ -101,15 +127,12 @@ class HostCopier:
 
 
 def kind_of(tensor: Tensor) -> _Kind | None:
-    """Return shape and type of a contiguous tensor on the host, or None for any other.
-
-    A GPU's tensors need pinned memory. To pin it in another thread would break a CUDA graph that
-    the training captures meanwhile.
-    """
-    is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
+    """Return the kind of a contiguous tensor on the host or a GPU, or None for any other."""
+    where = tensor.device.type
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and where in ("cpu", "cuda")
     if not is_plain or tensor.layout is not torch.strided or not tensor.is_contiguous():
         return None
-    return tensor.shape, tensor.dtype
+    return tensor.shape, tensor.dtype, where
 
 
 def record_events(gpus: Iterable[torch.device]) -> list[torch.cuda.Event]:

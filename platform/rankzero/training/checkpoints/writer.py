@@ -134,6 +134,7 @@ class Checkpoints:
             self._pending = self._writer.submit(self._write, *self._last)
             events += self._result()
         self._writer.shutdown()
+        self._copier.close()
         return events
 
     @property

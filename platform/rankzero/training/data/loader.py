@@ -7,6 +7,7 @@ the same on one rank or many, with or without loading processes, before and afte
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -25,6 +26,8 @@ from rankzero.training.data.samples import BatchMaker, Collate, batch_maker
 # A tensor data set of up to this size is copied to the GPU once, and batches are gathered there.
 RESIDENT_BYTES = 1 << 30
 EVALUATION_WORKERS = 2
+# Indices of samples that are copied to the GPU at once.
+INDICES_AHEAD = 1 << 16
 Key = tuple[int, int, list[int]]
 """A batch: its number from the start of the run, its epoch, and the indices of its samples."""
 
@@ -62,7 +65,9 @@ class BatchLoader:
         """Yield `rank`'s micro-batches of all steps from `first_step` on, on the device."""
         keys = order.iter_micro_batches(rank, first_step, total_steps)
         if self._tensors is not None:
-            return self._gather(keys, self._tensors)
+            # The experiment chooses an epoch's batches when the epoch begins, and not before.
+            ahead = 1 if order.lists is not None else INDICES_AHEAD // order.micro_batch
+            return self._gather(keys, self._tensors, max(1, ahead))
         maker = batch_maker(self._collate, self._seed, rank, training=True)
         loader = processes.make_loader(
             _SeededBatches(self.dataset, self._seed, maker),
@@ -98,16 +103,17 @@ class BatchLoader:
         return processes.load(self._evaluation, self.device)
 
     def _gather(
-        self, keys: Iterable[tuple[int, Tensor]], tensors: Sequence[Tensor]
+        self, keys: Iterable[tuple[int, Tensor]], tensors: Sequence[Tensor], ahead: int = 1
     ) -> Iterator[Any]:
         home = tensors[0].device
-        on_cpu, must_move = home.type == "cpu", home != self.device
-        for _, indices in keys:
-            if not must_move:
-                if not on_cpu:
-                    indices = indices.pin_memory().to(home, non_blocking=True)
+        batches: Iterator[Tensor] = (indices for _, indices in keys)
+        if home == self.device:
+            if home.type != "cpu":
+                batches = copied_ahead(batches, home, ahead)
+            for indices in batches:
                 yield [tensor.index_select(0, indices) for tensor in tensors]
-                continue
+            return
+        for indices in batches:
             # A GPU copies from pinned memory by itself. From other memory the host would wait.
             batch = [
                 torch.empty((len(indices), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
@@ -116,6 +122,20 @@ class BatchLoader:
             for tensor, rows in zip(tensors, batch, strict=True):
                 torch.index_select(tensor, 0, indices, out=rows)
             yield to_device(batch, self.device)
+
+
+def copied_ahead(indices: Iterable[Tensor], device: torch.device, ahead: int) -> Iterator[Tensor]:
+    """Yield `indices` on `device`, copied for `ahead` batches at once.
+
+    A copy costs the host as much as several small kernels, and the step of a small model is made
+    of small kernels.
+    """
+    batches = iter(indices)
+    while chunk := list(itertools.islice(batches, ahead)):
+        joined = torch.cat(chunk)
+        if device.type == "cuda":
+            joined = joined.pin_memory()
+        yield from joined.to(device, non_blocking=True).split([len(one) for one in chunk])
 
 
 class _SeededBatches(Dataset[Any]):
