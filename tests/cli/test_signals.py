@@ -157,6 +157,37 @@ def test_signal_to_every_process_leaves_a_checkpoint(rankzero: Command) -> None:
     wait_for_status(folder, "KILLED")
 
 
+@pytest.mark.parametrize("shell", [True, False], ids=["by a shell", "by nobody"])
+def test_ctrl_z_pauses_the_ranks_with_the_command(rankzero: Command, shell: bool) -> None:
+    """Ranks have sessions of their own, so the terminal's signal reaches the command only."""
+    words = ["train", str(TINY), "--nproc", "2", "--offline", *ENDLESS]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rankzero", *words],
+        cwd=rankzero.folder,
+        env=rankzero.environ,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        # A shell gives its jobs process groups. Without one, nobody would continue the command.
+        process_group=0 if shell else None,
+        start_new_session=not shell,
+    )
+    rankzero.started.append(process)
+    folder = rankzero.wait_for_step(4)
+    ranks = [one for one in forkservers(rankzero) if os.getsid(one.pid) == one.pid]
+    assert len(ranks) == 2
+    paused = [psutil.Process(process.pid), *ranks]
+    for _ in range(2):
+        process.send_signal(signal.SIGTSTP)
+        if shell:
+            wait_until(lambda: all(one.status() == psutil.STATUS_STOPPED for one in paused))
+            process.send_signal(signal.SIGCONT)
+        rankzero.wait_for_step(max(losses(folder)) + 5)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+
+
 @pytest.mark.slow
 def test_hangup_under_nohup_stops_nothing(rankzero: Command) -> None:
     """As when a terminal is closed: every process of the session gets it."""
