@@ -7,7 +7,7 @@
     ended                                 is kept in `received`, for the wait for the delivery
 
 Each worker has a session of its own, so a terminal's Ctrl-Z does not reach it. The launcher pauses
-the workers and itself, and they go on together.
+the workers and itself, and continues them.
 
 Signal handlers of the package: `SignalForwarder` (launcher and trial host),
 `training.stop.handle_signals` (workers), `cli.main.command` (ignores signals on the way out),
