@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 
 from rankzero.errors import UserError
 from rankzero.experiment import Goal
+from rankzero.scalars import shown
 from rankzero.tuning.learning_curve import CurvePoint, LearningCurve
 
 Name = Literal["time-to-target", "throughput", "tokens", "quality", "energy"]
@@ -75,6 +76,18 @@ class Objective:
         # Censored: it would take longer than it was trained. The wider the gap, the longer.
         # An early stop must not make it look fast.
         return each * curve.full_seconds * (1 + max(0.0, self.gap(curve)))
+
+    def text(self, value: float) -> str:
+        """Return a value for people, with its unit."""
+        match self.name:
+            case "time-to-target":
+                return f"{shown(value)} s"
+            case "energy":
+                return f"{shown(value)} J"
+            case "throughput" | "tokens":
+                return f"{-value:,.0f} {'tokens' if self.name == 'tokens' else 'samples'}/s"
+            case "quality":
+                return f"{self.goal.metric} {shown(-value if self.goal.mode == 'max' else value)}"
 
     def gap(self, curve: LearningCurve) -> float:
         """Return by how much the trial's quality misses the wanted one, relative to that."""

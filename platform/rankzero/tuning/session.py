@@ -211,8 +211,7 @@ class Session:
         def why_prune(curve: LearningCurve) -> str:
             nonlocal reported
             if best is not None and objective.cannot_beat(curve, best):
-                unit = "J" if objective.name == "energy" else "s"
-                text = f"cannot beat the best, {number_text(best)} {unit}, any more"
+                text = f"cannot beat the best, {objective.text(best)}, any more"
                 where = f"after {number_text(best)} s on {devices_text(devices)}"
                 several = len(self._space.devices) > 1
                 return f"neither the fastest nor the cheapest {where}" if several else text
@@ -249,7 +248,7 @@ class Session:
         what = f"batch {facts['batch_size']}, {facts['precision']}, lr {facts['lr']:.2g}"
         what += f", {devices_text(devices)}" if len(self._space.devices) > 1 else ""
         line = f"trial {number:3}  {what:34} {result.state.lower():9}"
-        line += "" if result.value is None else f"  value {number_text(result.value, 4)}"
+        line += "" if result.value is None else f"  value {self._objective.text(result.value)}"
         line += f"  best {shown(facts['best'])}" if "best" in facts else ""
         if "samples_per_second" in facts:
             line += f"  {facts['samples_per_second']:,.0f} samples/s"
@@ -335,7 +334,7 @@ class Session:
             members.require_lead(self._study)
             run = confirm.as_run(trial.number, seed, result, objective)
             self._study.note(CONFIRMATIONS, [*self._confirmations(), dataclasses.asdict(run)])
-            value = "missed the quality" if run.value is None else shown(abs(run.value))
+            value = "missed the quality" if run.value is None else objective.text(run.value)
             self._notify(f"confirm  trial {trial.number} on seed {seed}: {value}")
 
         best = next_trial.best_value(self._study.trials())

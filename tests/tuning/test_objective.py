@@ -1,0 +1,26 @@
+"""Values of a search as people read them. Their computation: test_learning_curve.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from rankzero.experiment import Goal
+from rankzero.tuning.objective import Name, Objective
+
+ACCURACY, LOSS = Goal("val/accuracy", "max", target=0.9), Goal("val/loss", "min")
+
+
+@pytest.mark.parametrize(
+    ("name", "goal", "value", "text"),
+    [
+        ("time-to-target", ACCURACY, 0.579231, "0.5792 s"),
+        ("time-to-target", ACCURACY, 12_345.6, "12,346 s"),
+        ("energy", ACCURACY, 476.62, "476.6 J"),
+        ("throughput", ACCURACY, -30_345.4, "30,345 samples/s"),
+        ("tokens", LOSS, -397_131.0, "397,131 tokens/s"),
+        ("quality", ACCURACY, -0.98334, "val/accuracy 0.9833"),
+        ("quality", LOSS, 0.25, "val/loss 0.25"),
+    ],
+)
+def test_a_value_has_its_unit_and_its_sign(name: Name, goal: Goal, value: float, text: str) -> None:
+    assert Objective(name, goal, goal.target).text(value) == text
