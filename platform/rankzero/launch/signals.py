@@ -6,9 +6,6 @@
     running                               is forwarded: the first asks to stop, a second one ends
     ended                                 is kept in `received`, for the wait for the delivery
 
-Each worker has a session of its own, so a terminal's Ctrl-Z does not reach it. The launcher pauses
-the workers and itself, and continues them.
-
 Signal handlers of the package: `SignalForwarder` (launcher and trial host),
 `training.stop.handle_signals` (workers), `cli.main.command` (ignores signals on the way out),
 `cli.commands.ui` (ends the server), `tuning.places.node` (ends a host on another machine).
@@ -26,7 +23,7 @@ from typing import Any, Self, TypeVar
 
 _FORWARDED = {
     signal.SIGTERM: signal.SIGTERM,
-    signal.SIGINT: signal.SIGTERM,
+    signal.SIGINT: signal.SIGINT,
     signal.SIGHUP: signal.SIGTERM,
     signal.SIGUSR1: signal.SIGUSR1,
     signal.SIGUSR2: signal.SIGUSR2,
@@ -75,8 +72,6 @@ class SignalForwarder:
     def __enter__(self) -> Self:
         numbers = handled_signals(_BLOCKED)
         self._before = {number: signal.signal(number, self._handle) for number in numbers}
-        if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
-            self._before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._pause)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -111,18 +106,6 @@ class SignalForwarder:
         else:
             ends = not self._of_trial and len(self.received) > 1
             self._workers.stop(number, signal.SIGQUIT if ends else _FORWARDED[number])
-
-    def _pause(self, _received: int, _frame: FrameType | None) -> None:
-        """Stop the workers and this process until SIGCONT, which a shell's `fg` and `bg` send."""
-        workers = self._workers
-        if workers is not None:
-            workers.send(signal.SIGSTOP)
-        # Not SIGSTOP: without a shell to continue this process, the kernel ignores SIGTSTP.
-        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTSTP)
-        signal.signal(signal.SIGTSTP, self._pause)
-        if workers is not None:
-            workers.send(signal.SIGCONT)
 
 
 class _Workers:

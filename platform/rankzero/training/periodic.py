@@ -147,11 +147,11 @@ class PeriodicActions:
 
     def _tensors(self) -> Iterator[Tensor]:
         """Yield tensors of a checkpoint's shapes. Neither a collective nor a copy."""
-        state, optimizer = self._state, self._job.strategy.optimizer
-        weights = [*state.model.parameters(), *state.model.buffers()]
+        strategy = self._job.strategy
+        weights = [one for one in strategy.model_state().values() if isinstance(one, Tensor)]
         yield from weights
-        yield from () if state.average is None else weights
-        for part in parts_of(optimizer):
+        yield from () if self._state.average is None else weights
+        for part in parts_of(strategy.optimizer):
             found = [one for one in part.state.values() if isinstance(one, dict)]
             yield from (one for each in found for one in each.values() if isinstance(one, Tensor))
 

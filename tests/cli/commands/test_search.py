@@ -186,15 +186,11 @@ def test_ctrl_c_keeps_the_study_and_the_same_command_resumes_it(rankzero: Comman
     )
     process = rankzero.start(*words)
     trial = rankzero.wait_for_step(20, "s-t01")
-    os.killpg(
-        process.pid, signal.SIGINT
-    )  # as a terminal has it: to the search, its hosts, all ranks
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does; the search forwards it
     assert process.wait(60) == 1
     assert gone(rankzero.folder)
     ended = last_end(trial)
-    assert ended is not None and ended.reason.startswith(
-        ("stopped by SIGTERM at step", "stopped by Ctrl-C at step")
-    )
+    assert ended is not None and ended.reason.startswith("stopped by Ctrl-C at step")
     runs = mlflow_runs(rankzero.folder)
     assert (runs["s"].status, runs["s-t00"].status, runs["s-t01"].status) == (
         "KILLED",

@@ -155,6 +155,7 @@ def test_ctrl_c_stops_with_a_checkpoint(rankzero: Command) -> None:
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
     assert last_end(folder).status == "KILLED"
+    assert last_end(folder).reason.startswith("stopped by Ctrl-C at step")
 
 
 def test_sigkill_of_rank_0_leaves_a_failed_run_with_every_metric(rankzero: Command) -> None:

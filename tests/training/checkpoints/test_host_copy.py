@@ -12,6 +12,7 @@ import torch
 
 from rankzero.training.checkpoints import host_copy
 from rankzero.training.checkpoints.host_copy import kind_of
+from rankzero.training.checkpoints.pinned_memory import Kind
 
 
 def test_pending_copy_waits_for_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,13 +77,15 @@ def test_only_plain_tensors_of_the_host_have_prepared_buffers() -> None:
     odd = torch.ones(3).as_subclass(Own), torch.ones(3).to_sparse(), torch.ones(2, 3).t()
     odd = (*odd, torch.ones(1).expand(5), torch.ones(2, device="meta"))
     assert [kind_of(one) for one in odd] == [None] * 5
-    assert kind_of(torch.nn.Parameter(torch.ones(2))) == (torch.Size([2]), torch.float32, "cpu")
-    assert kind_of(torch.tensor(1)) == (torch.Size([]), torch.int64, "cpu")
+    assert kind_of(torch.nn.Parameter(torch.ones(2))) == Kind(
+        torch.Size([2]), (1,), torch.float32, "cpu"
+    )
+    assert kind_of(torch.tensor(1)) == Kind(torch.Size([]), (), torch.int64, "cpu")
 
 
 def test_preparation_ends_once_it_is_hurried() -> None:
     copier, asked = host_copy.HostCopier(), iter([False, True])
-    kind = torch.Size([2]), torch.float32, "cpu"
+    kind = Kind(torch.Size([2]), (1,), torch.float32, "cpu")
     copier.prepare([kind] * 3, lambda: next(asked))
     assert len(copier._spare[kind]) == 2
     state = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}

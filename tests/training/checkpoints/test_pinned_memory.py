@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankzero.training.checkpoints.host_copy import HostCopier
-from rankzero.training.checkpoints.pinned_memory import PinnedMemory
+from rankzero.training.checkpoints.host_copy import HostCopier, kind_of
+from rankzero.training.checkpoints.pinned_memory import Kind, PinnedMemory
 
 
 class Cuda:
@@ -41,16 +41,26 @@ def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cud
     return found
 
 
-SHAPES = st.lists(st.integers(0, 5), max_size=3).map(torch.Size)
+SHAPES = st.lists(st.integers(0, 5), max_size=4).map(torch.Size)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool])
 
 
-@given(st.lists(st.tuples(SHAPES, DTYPES), max_size=6))
-def test_each_tensor_has_memory_of_its_own(kinds: list[tuple[torch.Size, torch.dtype]]) -> None:
+@st.composite
+def kinds_of_tensors(draw: st.DrawFn) -> Kind:
+    one = torch.empty(draw(SHAPES), dtype=draw(DTYPES))
+    if one.dim() == 4 and draw(st.booleans()):
+        one = one.to(memory_format=torch.channels_last)
+    found = kind_of(one)
+    assert found is not None
+    return found._replace(device="cuda")
+
+
+@given(st.lists(kinds_of_tensors(), max_size=6))
+def test_each_tensor_has_memory_of_its_own(kinds: list[Kind]) -> None:
     memory = PinnedMemory(kinds)
     memory.touch(lambda: False)
     tensors = list(memory.tensors())
-    assert [(one.shape, one.dtype) for one in tensors] == kinds
+    assert [Kind(one.shape, one.stride(), one.dtype, "cuda") for one in tensors] == kinds
     for number, one in enumerate(tensors):
         one.copy_(torch.full_like(one, number % 2))
     for number, one in enumerate(tensors):
@@ -64,19 +74,21 @@ def test_each_tensor_has_memory_of_its_own(kinds: list[tuple[torch.Size, torch.d
 
 def test_touching_ends_once_it_is_hurried() -> None:
     asked: list[Any] = []
-    memory = PinnedMemory([(torch.Size([1 << 23]), torch.float32)])
+    memory = PinnedMemory([Kind(torch.Size([1 << 23]), (1,), torch.float32, "cuda")])
     memory.touch(lambda: bool(asked.append(0)) or len(asked) == 2)
     assert len(asked) == 2
     assert next(memory.tensors()).shape == (1 << 23,)
 
 
 def test_memory_is_locked_once_and_given_back(cuda: Cuda) -> None:
-    copier, kind = HostCopier(), (torch.Size([3]), torch.float32, "cuda")
+    copier, kind = HostCopier(), Kind(torch.Size([3]), (1,), torch.float32, "cuda")
     copier.prepare([kind], lambda: False)
     assert not cuda.locked  # not in the thread
     state = {"a": torch.ones(3)}
     first = copier.copy(state).wait()
     assert len(cuda.locked) == (1 if cuda.status == 0 else 0)
+    # What CUDA refuses is not kept: buffers of the same size follow.
+    assert (copier._pinned is None) == (cuda.status != 0)
     assert torch.equal(copier.copy(state).wait()["a"], first["a"])
     copier.close()
     assert not cuda.locked and torch.equal(first["a"], torch.ones(3))
@@ -86,6 +98,6 @@ def test_memory_is_locked_once_and_given_back(cuda: Cuda) -> None:
 def test_copier_without_a_gpu_locks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: pytest.fail("there is no GPU"))
     copier = HostCopier()
-    copier.prepare([(torch.Size([3]), torch.float32, "cpu")], lambda: False)
+    copier.prepare([Kind(torch.Size([3]), (1,), torch.float32, "cpu")], lambda: False)
     assert torch.equal(copier.copy({"a": torch.ones(3)}).wait()["a"], torch.ones(3))
     copier.close()

@@ -199,8 +199,11 @@ def _installed_versions() -> TorchPair:
     import torch
     import torchvision
 
-    asked = map(Requirement, importlib.metadata.requires("torchvision") or ())
-    wanted = next((str(one.specifier) for one in asked if one.name == "torch"), "")
+    wanted = ""
+    # A source tree that was not installed asks for nothing.
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        asked = map(Requirement, importlib.metadata.requires("torchvision") or ())
+        wanted = next((str(one.specifier) for one in asked if one.name == "torch"), "")
     return TorchPair(torch.__version__, torchvision.__version__, wanted)
 
 

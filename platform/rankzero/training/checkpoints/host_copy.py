@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from rankzero.errors import UserError
-from rankzero.training.checkpoints.pinned_memory import PinnedMemory
+from rankzero.training.checkpoints.pinned_memory import Kind, PinnedMemory
 
-_Kind = tuple[torch.Size, torch.dtype, str]
-"""Shape, type, and the type of the device."""
 _PIECE_BYTES = 16 << 20
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 # A subclass, such as an enumeration, may have a `__str__` of its own.
@@ -53,9 +51,9 @@ class HostCopier:
     def __init__(self) -> None:
         # Buffers are kept because fresh memory would cost a page fault for every 4 KiB.
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
-        self._spare: dict[_Kind, list[Tensor]] = collections.defaultdict(list)
+        self._spare: dict[Kind, list[Tensor]] = collections.defaultdict(list)
         self._pinned: PinnedMemory | None = None
-        self._pinned_kinds: list[_Kind] = []
+        self._pinned_kinds: list[Kind] = []
 
     def copy(self, state: Any) -> PendingCopy:
         """Return `state` with every tensor copied. The copy is valid until the next call.
@@ -77,22 +75,21 @@ class HostCopier:
         self._spare.clear()
         return PendingCopy(copied, record_events(gpus))
 
-    def prepare(self, kinds: Iterable[_Kind], is_hurried: Callable[[], bool]) -> None:
-        """Make contiguous buffers on the host for the first `copy`, and touch their memory.
+    def prepare(self, kinds: Iterable[Kind], is_hurried: Callable[[], bool]) -> None:
+        """Make buffers on the host for the first `copy`, and touch their memory.
 
         Another thread may call it, but not during a `copy`. It ends early, after a piece, once
         `is_hurried` returns True.
         """
-        on_host, on_gpu = list[_Kind](), list[_Kind]()
+        on_host, on_gpu = list[Kind](), list[Kind]()
         for kind in kinds:
-            (on_gpu if kind[2] == "cuda" else on_host).append(kind)
+            (on_gpu if kind.device == "cuda" else on_host).append(kind)
         if on_gpu:
-            memory = PinnedMemory([(shape, dtype) for shape, dtype, _ in on_gpu])
+            memory = PinnedMemory(on_gpu)
             memory.touch(is_hurried)
             self._pinned, self._pinned_kinds = memory, on_gpu
         for kind in on_host:
-            shape, dtype, _ = kind
-            buffer = torch.empty(shape, dtype=dtype)
+            buffer = torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype)
             self._spare[kind].append(buffer)
             for start in range(0, buffer.nbytes, _PIECE_BYTES):
                 if is_hurried():
@@ -107,11 +104,13 @@ class HostCopier:
             self._pinned.unlock()
 
     def _use_pinned_memory(self) -> None:
-        # CUDA may refuse to lock it, as where the host is short of memory. Then each buffer is
-        # allocated when it is needed.
         if self._pinned is not None and self._pinned.lock():
             for kind, buffer in zip(self._pinned_kinds, self._pinned.tensors(), strict=True):
                 self._spare[kind].append(buffer)
+        else:
+            # CUDA refuses where the host is short of memory. This memory goes before each buffer is
+            # allocated when it is needed.
+            self._pinned = None
         self._pinned_kinds = []
 
     def _buffer(self, source: Tensor, path: tuple[Any, ...]) -> Tensor:
@@ -126,13 +125,16 @@ class HostCopier:
         return buffer
 
 
-def kind_of(tensor: Tensor) -> _Kind | None:
-    """Return the kind of a contiguous tensor on the host or a GPU, or None for any other."""
+def kind_of(tensor: Tensor) -> Kind | None:
+    """Return the kind of a tensor without gaps, on the host or a GPU, or None for any other."""
     where = tensor.device.type
     is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and where in ("cpu", "cuda")
-    if not is_plain or tensor.layout is not torch.strided or not tensor.is_contiguous():
+    if not is_plain or tensor.layout is not torch.strided:
         return None
-    return tensor.shape, tensor.dtype, where
+    formats = (torch.contiguous_format, *((torch.channels_last,) if tensor.dim() == 4 else ()))
+    if not any(tensor.is_contiguous(memory_format=one) for one in formats):
+        return None
+    return Kind(tensor.shape, tensor.stride(), tensor.dtype, where)
 
 
 def record_events(gpus: Iterable[torch.device]) -> list[torch.cuda.Event]:

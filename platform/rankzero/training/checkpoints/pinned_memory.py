@@ -12,6 +12,7 @@ import ctypes
 import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +21,22 @@ _PIECE_BYTES = 16 << 20
 _ALIGNMENT = 256
 
 
-class PinnedMemory:
-    """Memory on the host for contiguous tensors of these shapes and types."""
+class Kind(NamedTuple):
+    """The properties that a buffer shares with the tensor that is copied to it. No gaps."""
 
-    def __init__(self, kinds: Sequence[tuple[torch.Size, torch.dtype]]) -> None:
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    """The type of the tensor's device; the buffer is on the host."""
+
+
+class PinnedMemory:
+    """Memory on the host for tensors of these kinds."""
+
+    def __init__(self, kinds: Sequence[Kind]) -> None:
         self._kinds = kinds
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
+        sizes = [math.prod(kind.shape) * kind.dtype.itemsize for kind in kinds]
         self._offsets, end = list[int](), 0
         for size in sizes:
             self._offsets.append(end)
@@ -65,10 +76,10 @@ class PinnedMemory:
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield a tensor in this memory for each kind, in order. Each has a storage of its own."""
-        for (shape, dtype), offset in zip(self._kinds, self._offsets, strict=True):
+        for (shape, stride, dtype, _), offset in zip(self._kinds, self._offsets, strict=True):
             count = math.prod(shape)
             if not count:
-                yield torch.empty(shape, dtype=dtype)
+                yield torch.empty_strided(shape, stride, dtype=dtype)
                 continue
             flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
-            yield flat.view(shape)
+            yield flat.as_strided(shape, stride)

@@ -26,8 +26,8 @@ from rankzero.training.data.samples import BatchMaker, Collate, batch_maker
 # A tensor data set of up to this size is copied to the GPU once, and batches are gathered there.
 RESIDENT_BYTES = 1 << 30
 EVALUATION_WORKERS = 2
-# Indices of samples that are copied to the GPU at once.
-INDICES_AHEAD = 1 << 16
+# Indices of samples that are copied to the GPU at once, and the batches that they are of.
+INDICES_AHEAD, BATCHES_AHEAD = 1 << 16, 1 << 10
 Key = tuple[int, int, list[int]]
 """A batch: its number from the start of the run, its epoch, and the indices of its samples."""
 
@@ -66,8 +66,8 @@ class BatchLoader:
         keys = order.iter_micro_batches(rank, first_step, total_steps)
         if self._tensors is not None:
             # The experiment chooses an epoch's batches when the epoch begins, and not before.
-            ahead = 1 if order.lists is not None else INDICES_AHEAD // order.micro_batch
-            return self._gather(keys, self._tensors, max(1, ahead))
+            ahead = min(BATCHES_AHEAD, max(1, INDICES_AHEAD // order.micro_batch))
+            return self._gather(keys, self._tensors, 1 if order.lists is not None else ahead)
         maker = batch_maker(self._collate, self._seed, rank, training=True)
         loader = processes.make_loader(
             _SeededBatches(self.dataset, self._seed, maker),
@@ -127,8 +127,8 @@ class BatchLoader:
 def copied_ahead(indices: Iterable[Tensor], device: torch.device, ahead: int) -> Iterator[Tensor]:
     """Yield `indices` on `device`, copied for `ahead` batches at once.
 
-    A copy costs the host as much as several small kernels, and the step of a small model is made
-    of small kernels.
+    They are copied on the stream that is current at the first of these batches. A copy costs the
+    host as much as several small kernels, and the step of a small model is made of small kernels.
     """
     batches = iter(indices)
     while chunk := list(itertools.islice(batches, ahead)):
