@@ -213,6 +213,13 @@ class Missing(dict[str, Any]):
 def test_refused_config_leaves_no_run() -> None:
     with pytest.raises(rankzero.ConfigError):
         rankzero.track("mine", 3)
+    # The settings in the place of the experiment's name is a common slip.
+    settings: Any = {"lr": 0.1}
+    with pytest.raises(rankzero.ConfigError, match="experiment: must be a text such as 'digits'"):
+        rankzero.track(settings)
+    number: Any = 5
+    with pytest.raises(rankzero.ConfigError, match="name: must be a text .*, got 5"):
+        rankzero.track("mine", name=number)
     assert not Path("mlruns").exists()
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rankzero import ranks
 from rankzero.catalog import deleted
+from rankzero.config import ConfigError
 from rankzero.errors import UserError
 from rankzero.experiment import Goal
 from rankzero.integrations.own_loop.null_run import NullTrackedRun
@@ -67,6 +68,10 @@ def track(
     if not mine.first:
         return NullTrackedRun()
     # A wrong config must fail before anything is on the disk.
+    names: dict[str, object] = {"experiment": experiment, "name": "" if name is None else name}
+    for key, value in names.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{key}: must be a text such as 'digits', got {value!r}")
     params, notes = _params(config, goal)
     root, offline = root_of(folder).absolute(), is_offline(offline)
     uri = _store(tracking_uri, root, experiment, offline=offline)
