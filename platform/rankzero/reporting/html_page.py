@@ -25,6 +25,8 @@ pre{overflow-x:auto;padding:.75rem;background:rgb(128 128 128/.12);border-radius
 .wide{grid-column:1/-1;overflow-x:auto} .wide>div{min-width:40rem}
 img{max-width:100%;height:auto;border-radius:.4rem}
 .js-plotly-plot text:not(.hoverlayer *,.heatmap-label *){fill:CanvasText!important}
+/* Without a mouse, the toolbar would cover the legend all the time. */
+@media (hover:none){.modebar{display:none!important}}
 """
 _GREY = "rgba(128,128,128,.3)"
 WIDE = "wide"
