@@ -51,36 +51,6 @@ class Agent:
         return output.readline().strip()
 
 
-STARTER = """
-import multiprocessing, os, signal
-multiprocessing.set_forkserver_preload(["slow_to_import"])
-from rankzero.launch import signals
-signals.start_server()
-print(multiprocessing.forkserver._forkserver._forkserver_pid, flush=True)
-signal.pause()
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-def test_signal_before_the_launch_ends_the_server_that_still_imports(
-    tmp_path: Path, number: signal.Signals
-) -> None:
-    (tmp_path / "slow_to_import.py").write_text("import time; time.sleep(60)")
-    process = subprocess.Popen(
-        [sys.executable, "-c", STARTER],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        assert process.stdout is not None
-        server = psutil.Process(int(process.stdout.readline()))
-        process.send_signal(number)
-        assert process.wait(10) == -number
-        _, alive = psutil.wait_procs([server], timeout=10)
-        assert not alive
-
-
 @pytest.fixture
 def agent() -> Iterator[Agent]:
     made = Agent()

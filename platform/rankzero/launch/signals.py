@@ -173,17 +173,6 @@ def start_server() -> None:
             start()
     # After multiprocessing has waited for this process's children, which the server reports.
     util.Finalize(None, _end_server, exitpriority=-1)
-    # A signal that kills this process before a `SignalForwarder` handles it. Main thread only.
-    with contextlib.suppress(ValueError):
-        for number in _BLOCKED:
-            if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, _die_with_server)
-
-
-def _die_with_server(received: int, _frame: FrameType | None) -> None:
-    _end_server()
-    signal.signal(received, signal.SIG_DFL)
-    os.kill(os.getpid(), received)
 
 
 def _end_server() -> None:
