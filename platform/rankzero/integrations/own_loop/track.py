@@ -68,10 +68,7 @@ def track(
     if not mine.first:
         return NullTrackedRun()
     # A wrong config must fail before anything is on the disk.
-    names: dict[str, object] = {"experiment": experiment, "name": "" if name is None else name}
-    for key, value in names.items():
-        if not isinstance(value, str):
-            raise ConfigError(f"{key}: must be a text such as 'digits', got {value!r}")
+    _require_texts(experiment=experiment, name="" if name is None else name)
     params, notes = _params(config, goal)
     root, offline = root_of(folder).absolute(), is_offline(offline)
     uri = _store(tracking_uri, root, experiment, offline=offline)
@@ -89,6 +86,12 @@ def track(
     for about, text in notes:
         run.tell(about, text)
     return run
+
+
+def _require_texts(**given: object) -> None:
+    for key, value in given.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{key}: must be a text such as 'digits', got {value!r}")
 
 
 def _params(config: object, goal: Goal | None) -> tuple[dict[str, str], list[tuple[str, str]]]:
