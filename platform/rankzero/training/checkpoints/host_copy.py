@@ -53,7 +53,6 @@ class HostCopier:
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
         self._spare: dict[Kind, list[Tensor]] = collections.defaultdict(list)
         self._pinned: PinnedMemory | None = None
-        self._pinned_kinds: list[Kind] = []
 
     def copy(self, state: Any) -> PendingCopy:
         """Return `state` with every tensor copied. The copy is valid until the next call.
@@ -61,8 +60,8 @@ class HostCopier:
         Raises UserError for a value that could not be loaded again.
         """
         gpus: set[torch.device] = set()
-        if self._pinned_kinds:
-            self._use_pinned_memory()
+        if self._pinned is not None and not self._pinned.is_locked:
+            self._use_pinned_memory(self._pinned)
 
         def copy_tensor(tensor: Tensor, path: tuple[Any, ...]) -> Tensor:
             source = tensor.detach()
@@ -87,7 +86,7 @@ class HostCopier:
         if on_gpu:
             memory = PinnedMemory(on_gpu)
             memory.touch(is_hurried)
-            self._pinned, self._pinned_kinds = memory, on_gpu
+            self._pinned = memory
         for kind in on_host:
             buffer = torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype)
             self._spare[kind].append(buffer)
@@ -102,16 +101,16 @@ class HostCopier:
         """Give page-locked memory back, once the last copy has arrived. The copy stays valid."""
         if self._pinned is not None:
             self._pinned.unlock()
+            self._pinned = None
 
-    def _use_pinned_memory(self) -> None:
-        if self._pinned is not None and self._pinned.lock():
-            for kind, buffer in zip(self._pinned_kinds, self._pinned.tensors(), strict=True):
+    def _use_pinned_memory(self, memory: PinnedMemory) -> None:
+        if memory.lock():
+            for kind, buffer in zip(memory.kinds, memory.tensors(), strict=True):
                 self._spare[kind].append(buffer)
         else:
             # CUDA refuses where the host is short of memory. This memory goes before each buffer is
             # allocated when it is needed.
             self._pinned = None
-        self._pinned_kinds = []
 
     def _buffer(self, source: Tensor, path: tuple[Any, ...]) -> Tensor:
         buffer = self._buffers.get(path)

@@ -35,7 +35,7 @@ class PinnedMemory:
     """Memory on the host for tensors of these kinds."""
 
     def __init__(self, kinds: Sequence[Kind]) -> None:
-        self._kinds = kinds
+        self.kinds = kinds
         sizes = [math.prod(kind.shape) * kind.dtype.itemsize for kind in kinds]
         self._offsets, end = list[int](), 0
         for size in sizes:
@@ -47,7 +47,7 @@ class PinnedMemory:
             with contextlib.suppress(AttributeError, OSError):
                 self._memory.madvise(getattr(mmap, name))
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._is_locked = False
+        self.is_locked = False
 
     def touch(self, is_hurried: Callable[[], bool]) -> None:
         """Touch the pages. Any thread may call it. Ends after a piece once `is_hurried`."""
@@ -61,22 +61,22 @@ class PinnedMemory:
     def lock(self) -> bool:
         """Lock the pages for CUDA. Return whether that worked. Not during a graph's capture."""
         status = torch.cuda.cudart().cudaHostRegister(self._address, len(self._memory), 0)
-        self._is_locked = int(status) == 0
-        if not self._is_locked:
+        self.is_locked = int(status) == 0
+        if not self.is_locked:
             # The next kernel would report this error as its own.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device="cuda")
-        return self._is_locked
+        return self.is_locked
 
     def unlock(self) -> None:
         """Undo `lock`, once the GPU has written what was copied. Tensors stay valid."""
-        if self._is_locked:
+        if self.is_locked:
             torch.cuda.cudart().cudaHostUnregister(self._address)
-        self._is_locked = False
+        self.is_locked = False
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield a tensor in this memory for each kind, in order. Each has a storage of its own."""
-        for (shape, stride, dtype, _), offset in zip(self._kinds, self._offsets, strict=True):
+        for (shape, stride, dtype, _), offset in zip(self.kinds, self._offsets, strict=True):
             count = math.prod(shape)
             if not count:
                 yield torch.empty_strided(shape, stride, dtype=dtype)
