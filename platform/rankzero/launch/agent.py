@@ -7,19 +7,18 @@ and import nothing again. It never touches CUDA, so it may be forked.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankzero.launch import rendezvous, signals
 from rankzero.launch.machines import ALONE, Machines
+from rankzero.launch.parent_death import end_with_parent
 from rankzero.launch.signals import SignalForwarder
 
 if TYPE_CHECKING:
@@ -35,11 +34,11 @@ PRELOAD = [
     "rankzero.launch.torch_compat",
     "rankzero.training.worker",
 ]
+_FIRST, _LAST = "rankzero.launch.server_imports_begin", "rankzero.launch.server_imports_end"
 # PyTorch's C++ code reads it once, when it is imported. It logs pages about each lost connection.
 _CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 # Each look at the workers takes a core from them for a moment.
 _MONITOR_SECONDS = 0.5
-_PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +68,7 @@ class LaunchResult:
 
 def warm_up(modules: Sequence[str] = ()) -> None:
     """Start the server, which imports PyTorch and `modules` in the background. Returns at once."""
-    multiprocessing.set_forkserver_preload([*PRELOAD, *modules])
+    multiprocessing.set_forkserver_preload([_FIRST, *PRELOAD, *modules, _LAST])
     signals.start_server()
     # Only for this process. The server has its environment already: ranks log as they would.
     os.environ.setdefault(_CPP_LOG_LEVEL, "FATAL")
@@ -194,7 +193,7 @@ def enter(
     # cores took 465 steps a second in one session, and 506 in two.
     with contextlib.suppress(PermissionError):
         os.setsid()
-    _end_with_server()
+    end_with_parent()  # the server: nobody else could restart this worker or knows it
     rendezvous.use_folder(store)
     if interface is not None:
         # By default gloo binds to the address that the host's name resolves to.
@@ -207,12 +206,6 @@ def enter(
     result = entry(request)
     torch_compat.poll_after_return()
     return result
-
-
-def _end_with_server() -> None:
-    """Have Linux kill this worker if the server dies: nobody else could restart it or knows it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def log_files(logs: Path, local_rank: int) -> list[Path]:

@@ -17,7 +17,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing import forkserver, resource_tracker
 from types import FrameType
 from typing import Any, Self, TypeVar
 
@@ -171,17 +171,6 @@ def start_server() -> None:
         # For each: the first unblocks signals here once it has started.
         with held_back():
             start()
-    # After multiprocessing has waited for this process's children, which the server reports.
-    util.Finalize(None, _end_server, exitpriority=-1)
-
-
-def _end_server() -> None:
-    # A server that still imports PyTorch would see only afterwards that its command has ended: on
-    # a busy machine more than half a minute later. A private name, seen in Python 3.11 to 3.14.
-    server = getattr(forkserver._forkserver, "_forkserver_pid", None)
-    if server is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(server, signal.SIGKILL)
 
 
 @contextlib.contextmanager
