@@ -12,17 +12,17 @@ import psutil
 import pytest
 
 COMMAND = """
-import multiprocessing, signal
+import multiprocessing, sys
 from rankzero.launch import agent
 agent.warm_up(["slow_to_import"])
 print(multiprocessing.forkserver._forkserver._forkserver_pid, flush=True)
-signal.pause()
+sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGKILL])
-def test_signal_before_the_launch_ends_the_server_that_still_imports(
-    tmp_path: Path, number: signal.Signals
+@pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_the_end_of_a_command_ends_the_server_that_still_imports(
+    tmp_path: Path, number: signal.Signals | None
 ) -> None:
     importing = tmp_path / "importing"
     module = f"import pathlib, time; pathlib.Path({str(importing)!r}).touch(); time.sleep(60)"
@@ -30,15 +30,19 @@ def test_signal_before_the_launch_ends_the_server_that_still_imports(
     with subprocess.Popen(
         [sys.executable, "-c", COMMAND],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     ) as command:
-        assert command.stdout is not None
+        assert command.stdout is not None and command.stdin is not None
         server = psutil.Process(int(command.stdout.readline()))
         while not importing.exists():
             assert server.is_running()
-        command.send_signal(number)
-        assert command.wait(10) == -number
+        if number is None:
+            command.stdin.close()
+        else:
+            command.send_signal(number)
+        assert command.wait(60) == -(number or 0)
         _, alive = psutil.wait_procs([server], timeout=10)
         assert not alive
 
