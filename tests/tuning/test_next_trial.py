@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankzero import Choice, Experiment, Goal, Train, Uniform
-from rankzero.tuning.next_trial import from_earlier, short_text
+from rankzero.tuning.next_trial import challengers, from_earlier, short_text
 from rankzero.tuning.space import BATCH_INDEX, FACTOR, PRECISION, make_space
 from rankzero.tuning.trial import REPEAT, Trial, Trials
 
@@ -60,6 +60,18 @@ def test_the_best_come_in_order_without_copies_misses_and_the_reference() -> Non
     # If nothing beat a reference that missed the quality, that is the winner.
     assert from_earlier(SPACE, earlier, winner=3) == found
     assert from_earlier(SPACE, Trials([trial(0, 9.0, 32, 0.01)])) == []
+
+
+def test_challengers_that_are_confirmed_are_not_alike() -> None:
+    """Otherwise all of them may miss the quality on the same new seed."""
+    own = SPACE.reference_parameters()
+    found = [
+        Trial(number, "COMPLETE", {**own, BATCH_INDEX: index, FACTOR: factor}, value, {}, {})
+        for number, (index, factor, value) in enumerate(
+            [(3, 2.0, 5.0), (3, 2.5, 5.1), (3, 1.6, 5.2), (4, 2.0, 6.0), (3, 4.0, 7.0)]
+        )
+    ]
+    assert [one.number for one in challengers(Trials(found), SPACE, 3)] == [0, 3, 4]
 
 
 class Chosen(Mine):

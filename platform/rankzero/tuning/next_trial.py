@@ -18,6 +18,7 @@ from rankzero.tuning.space import BATCH_INDEX, FACTOR, PRECISION, SPEED, Space
 from rankzero.tuning.trial import Trial, Trials
 
 _CLOSE, _NEAR = 0.1, 0.5  # relative
+_ALIKE = 1.3  # ratio of learning rates
 _MOST_EARLIER = 3
 _STEP_TO_A_FIRST = 8.0  # of the learning rate, until a trial reaches the quality
 Parameters = Mapping[str, Any]
@@ -234,7 +235,7 @@ def front(found: Iterable[_Item], both: Callable[[_Item], tuple[float, float]]) 
 
 
 def challengers(trials: Trials, space: Space, most: int) -> list[Trial]:
-    """Return the best feasible trials that may beat the reference, each configuration once.
+    """Return the best feasible trials that may beat the reference, no two of them alike.
 
     First the fastest, then those that are slower and take fewer device-seconds, from the cheapest.
     """
@@ -258,7 +259,16 @@ def challengers(trials: Trials, space: Space, most: int) -> list[Trial]:
     for trial in itertools.chain([best], reversed(cheaper), near):
         if len(found) == most:
             break
-        if trial.parameters not in tried:
+        if not any(_are_alike(trial.parameters, other) for other in tried):
             tried.append(trial.parameters)
             found.append(trial)
     return found
+
+
+def _are_alike(one: Parameters, other: Parameters) -> bool:
+    """Return whether two configurations differ in a small step of the learning rate at most.
+
+    If one of them misses the quality on a new seed, the other most likely does, too.
+    """
+    step = math.log(one.get(FACTOR, 1.0) / other.get(FACTOR, 1.0))
+    return {**one, FACTOR: 0.0} == {**other, FACTOR: 0.0} and abs(step) < math.log(_ALIKE)

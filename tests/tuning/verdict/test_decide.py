@@ -138,6 +138,20 @@ def test_a_challenger_that_reaches_the_target_beats_a_reference_that_does_not() 
     )
 
 
+def test_without_a_sure_one_the_challenger_that_reaches_the_target_most_often_is_left() -> None:
+    reference = candidate(0, None, None, 41.0)
+    rarely, often = candidate(1, None, 5.0, None), candidate(2, 9.0, None, 8.0, batch_size=128)
+    found = decide("time-to-target", reference, [rarely, often])
+    assert found.winner == often and not found.beaten and not finalists(found)
+    assert sentence(found, GOAL, 0.97, 60.0, (4, 0.99)) == (
+        "No configuration reached 97.0% val/accuracy on every seed: batch 128, bf16, lr 0.006 did "
+        "on 2 of 3 in 8.5 s (8-9). The search took 60 s. Train longer, or lower the target."
+    )
+    nobody = decide("time-to-target", candidate(0, None, None), [candidate(1, None, None)])
+    assert nobody.winner.trial == 0
+    assert decide("time-to-target", reference, [rarely]).winner == reference, "as often as rarely"
+
+
 def test_more_seeds_and_less_noise_show_smaller_gains() -> None:
     assert detectable(0.05, 3, 3) == pytest.approx(0.14, abs=0.02)
     assert detectable(0.05, 6, 3) < detectable(0.05, 3, 3) < detectable(0.1, 3, 3)

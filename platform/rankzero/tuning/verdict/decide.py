@@ -70,7 +70,7 @@ class Verdict:
     objective: Name
     reference: Candidate
     winner: Candidate
-    """The reference itself if nothing beats it."""
+    """The reference itself if nothing beats it, or reaches the quality more often."""
     beaten: bool
     """Whether the winner beats the reference by more than the noise."""
     region: tuple[int, ...]
@@ -87,8 +87,13 @@ class Verdict:
 
 
 def decide(objective: Name, reference: Candidate, challengers: Sequence[Candidate]) -> Verdict:
-    """Choose among confirmed candidates. A challenger that missed the quality once is out."""
+    """Choose among confirmed candidates. A challenger that missed the quality once is out.
+
+    If all of them missed it, and the reference, too, the one that reached it on most seeds is left.
+    """
     able = [one for one in challengers if one.reached]
+    if not able and not reference.reached:
+        return _most_reliable(objective, reference, challengers)
     scale = _Scale(objective, [reference, *able], sure=1 - 0.05 / LOOKS / max(1, len(able)))
     fastest = min(able, key=scale.mean, default=reference)
     best = min([fastest, *([reference] if reference.reached else [])], key=scale.mean)
@@ -122,6 +127,19 @@ def decide(objective: Name, reference: Candidate, challengers: Sequence[Candidat
         gain_high=_gain(objective, effect + width),
         nearest=nearest.trial,
     )
+
+
+def _most_reliable(
+    objective: Name, reference: Candidate, challengers: Sequence[Candidate]
+) -> Verdict:
+    scale = _Scale(objective, [reference, *challengers], sure=0.95)
+
+    def share(one: Candidate) -> float:
+        return len(one.values) / max(1, len(one.runs))
+
+    often = [one for one in challengers if share(one) > share(reference)]
+    winner = min(often, key=lambda one: (-share(one), scale.mean(one)), default=reference)
+    return Verdict(objective, reference, winner, False, (winner.trial,), math.inf)
 
 
 def detectable(noise: float, seeds: int, challengers: int) -> float:

@@ -37,6 +37,13 @@ def sentence(
             "reasons."
         )
     if closest is not None and not winner.reached and verdict.objective != "quality":
+        if winner.values:
+            return (
+                f"No configuration reached {_quality(goal, target)} on every seed: "
+                f"{settings_text(winner.settings)} did on {len(winner.values)} of "
+                f"{len(winner.runs)}{_in_time(verdict.objective, winner)}. {took}. Train longer, "
+                "or lower the target."
+            )
         trial, quality = closest
         return (
             f"No configuration reached {_quality(goal, target)}: trial {trial} came closest with "
@@ -101,11 +108,7 @@ def _performance(name: Name, candidate: Candidate, goal: Goal, target: float | N
             wanted = _quality(goal, target)
             if not candidate.reached:
                 return f"does not reliably reach {wanted} ({len(values)} of {len(runs)} seeds)"
-            spread = f" ({number_text(min(values), 2)}-{number_text(max(values), 2)})"
-            spread = spread if len(values) > 1 else ""
-            cost = number_text(statistics.median(values), 2)
-            cost = f"in {cost} s" if name == "time-to-target" else f"with {cost} J"
-            return f"reaches {wanted} {cost}{spread}"
+            return f"reaches {wanted}{_in_time(name, candidate)}"
         case "throughput" | "tokens":
             speeds = [-value for value in values] or [0.0]
             unit = "tokens" if name == "tokens" else "samples"
@@ -113,6 +116,17 @@ def _performance(name: Name, candidate: Candidate, goal: Goal, target: float | N
         case "quality":
             found = [run.quality for run in runs if run.quality is not None]
             return f"reaches {_quality(goal, statistics.median(found) if found else None)}"
+
+
+def _in_time(name: Name, candidate: Candidate) -> str:
+    """Return the time, or the energy, of the runs that reached the quality."""
+    if name not in TO_TARGET:
+        return ""
+    values = candidate.values
+    spread = f" ({number_text(min(values), 2)}-{number_text(max(values), 2)})"
+    cost = number_text(statistics.median(values), 2)
+    cost = f" in {cost} s" if name == "time-to-target" else f" with {cost} J"
+    return f"{cost}{spread if len(values) > 1 else ''}"
 
 
 def _quality(goal: Goal, value: float | None) -> str:
