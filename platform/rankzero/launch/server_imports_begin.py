@@ -4,6 +4,9 @@ The server itself sees the end of its command only once it has imported everythi
 machine that is more than half a minute later.
 """
 
-from rankzero.launch.parent_death import end_with_parent
+import os
 
-end_with_parent()
+from rankzero.launch import parent_death
+
+command = os.environ.pop(parent_death.COMMAND, None)
+parent_death.end_with_parent(None if command is None else int(command))

@@ -21,6 +21,8 @@ from multiprocessing import forkserver, resource_tracker
 from types import FrameType
 from typing import Any, Self, TypeVar
 
+from rankzero.launch.parent_death import COMMAND
+
 _FORWARDED = {
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGINT: signal.SIGINT,
@@ -167,10 +169,13 @@ def start_server() -> None:
     A scheduler may signal every process of a job. That must not end the server, nor a worker that
     has no signal handlers yet.
     """
+    # The server takes it out of its environment before a worker is forked.
+    os.environ[COMMAND] = str(os.getpid())
     for start in (resource_tracker.ensure_running, forkserver.ensure_running):
         # For each: the first unblocks signals here once it has started.
         with held_back():
             start()
+    del os.environ[COMMAND]
 
 
 @contextlib.contextmanager
