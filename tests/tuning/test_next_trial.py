@@ -62,16 +62,28 @@ def test_the_best_come_in_order_without_copies_misses_and_the_reference() -> Non
     assert from_earlier(SPACE, Trials([trial(0, 9.0, 32, 0.01)])) == []
 
 
-def test_challengers_that_are_confirmed_are_not_alike() -> None:
-    """Otherwise all of them may miss the quality on the same new seed."""
+def completed(*found: tuple[int, float, float]) -> Trials:
+    """Return trials of these indices of the batch size, factors and values."""
     own = SPACE.reference_parameters()
-    found = [
+    return Trials(
         Trial(number, "COMPLETE", {**own, BATCH_INDEX: index, FACTOR: factor}, value, {}, {})
-        for number, (index, factor, value) in enumerate(
-            [(3, 2.0, 5.0), (3, 2.5, 5.1), (3, 1.6, 5.2), (4, 2.0, 6.0), (3, 4.0, 7.0)]
-        )
-    ]
-    assert [one.number for one in challengers(Trials(found), SPACE, 3)] == [0, 3, 4]
+        for number, (index, factor, value) in enumerate(found)
+    )
+
+
+def test_challengers_that_are_alike_are_confirmed_last() -> None:
+    """Otherwise all of them may miss the quality on the same new seed."""
+    first, other = (3, 2.0, 5.0), (4, 2.0, 6.0)
+    trials = completed(first, (3, 2.5, 5.1), (3, 1.6, 5.2), other, (3, 4.0, 7.0), (1, 2.0, 50.0))
+    chosen = [[one.number for one in challengers(trials, SPACE, most)] for most in (3, 5)]
+    # The last one is far too slow.
+    assert chosen == [[0, 3, 4], [0, 3, 4, 1, 2]]
+
+
+def test_a_challenger_may_be_like_the_reference() -> None:
+    index = SPACE.reference_parameters()[BATCH_INDEX]
+    trials = completed((index, 1.0, 10.0), (index, 1.2, 7.5), (index, 1.25, 7.6))
+    assert [one.number for one in challengers(trials, SPACE, 3)] == [1, 2]
 
 
 class Chosen(Mine):

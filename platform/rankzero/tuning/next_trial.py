@@ -17,7 +17,7 @@ from rankzero.tuning.objective import MEMORY
 from rankzero.tuning.space import BATCH_INDEX, FACTOR, PRECISION, SPEED, Space
 from rankzero.tuning.trial import Trial, Trials
 
-_CLOSE, _NEAR = 0.1, 0.5  # relative
+_CLOSE, _NEAR, _SLOW = 0.1, 0.5, 1.0  # relative
 _ALIKE = 1.3  # ratio of learning rates
 _MOST_EARLIER = 3
 _STEP_TO_A_FIRST = 8.0  # of the learning rate, until a trial reaches the quality
@@ -235,7 +235,7 @@ def front(found: Iterable[_Item], both: Callable[[_Item], tuple[float, float]]) 
 
 
 def challengers(trials: Trials, space: Space, most: int) -> list[Trial]:
-    """Return the best feasible trials that may beat the reference, no two of them alike.
+    """Return the best feasible trials that may beat the reference. Those that are alike come last.
 
     First the fastest, then those that are slower and take fewer device-seconds, from the cheapest.
     """
@@ -246,23 +246,23 @@ def challengers(trials: Trials, space: Space, most: int) -> list[Trial]:
     ) or (None,)
     if best is None:
         return []
-    worst, tried = math.inf, list[Parameters]()
     own = [one for one in trials.alike(space.reference_parameters()) if one.feasible]
+    worst = best.rank + _SLOW * abs(best.rank)
     if own:
         # A little worse than the reference may be bad luck. But far from the best is too far.
         # Values are times, negated speeds or negated qualities, so the slack takes their size.
         least = min(one.rank for one in own)
         worst = min(least + _CLOSE * abs(least), best.rank + _NEAR * abs(best.rank))
-        tried.append(own[0].parameters)
     near = itertools.takewhile(lambda one: one.feasible and one.rank <= worst, trials.ranked())
-    found = list[Trial]()
+    found, alike = list[Trial](), list[Trial]()
     for trial in itertools.chain([best], reversed(cheaper), near):
+        if trial.parameters in [one.parameters for one in (*own, *found, *alike)]:
+            continue
+        is_like = any(_are_alike(trial.parameters, one.parameters) for one in found)
+        (alike if is_like else found).append(trial)
         if len(found) == most:
             break
-        if not any(_are_alike(trial.parameters, other) for other in tried):
-            tried.append(trial.parameters)
-            found.append(trial)
-    return found
+    return [*found, *alike][:most]
 
 
 def _are_alike(one: Parameters, other: Parameters) -> bool:

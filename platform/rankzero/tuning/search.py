@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import secrets
 import shlex
@@ -185,7 +186,7 @@ def _lead(
             "gain_low": verdict.gain_low,
             "gain_high": verdict.gain_high,
             "search_seconds": study.facts[SECONDS],
-            "noise": verdict.noise,
+            "noise": verdict.noise if math.isfinite(verdict.noise) else None,
         }
         run.finish(text, summary)
         study.note(members.LEADER, "")

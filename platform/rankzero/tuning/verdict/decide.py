@@ -92,7 +92,7 @@ def decide(objective: Name, reference: Candidate, challengers: Sequence[Candidat
     If all of them missed it, and the reference, too, the one that reached it on most seeds is left.
     """
     able = [one for one in challengers if one.reached]
-    if not able and not reference.reached:
+    if not able and not reference.reached and objective != "quality":
         return _most_reliable(objective, reference, challengers)
     scale = _Scale(objective, [reference, *able], sure=1 - 0.05 / LOOKS / max(1, len(able)))
     fastest = min(able, key=scale.mean, default=reference)
@@ -134,12 +134,12 @@ def _most_reliable(
 ) -> Verdict:
     scale = _Scale(objective, [reference, *challengers], sure=0.95)
 
-    def share(one: Candidate) -> float:
-        return len(one.values) / max(1, len(one.runs))
+    def order(one: Candidate) -> tuple[float, float]:
+        return -len(one.values) / max(1, len(one.runs)), scale.mean(one)
 
-    often = [one for one in challengers if share(one) > share(reference)]
-    winner = min(often, key=lambda one: (-share(one), scale.mean(one)), default=reference)
-    return Verdict(objective, reference, winner, False, (winner.trial,), math.inf)
+    # The first of equals: the reference.
+    winner = min([reference, *challengers], key=order)
+    return Verdict(objective, reference, winner, beaten=False, region=(), noise=math.inf)
 
 
 def detectable(noise: float, seeds: int, challengers: int) -> float:

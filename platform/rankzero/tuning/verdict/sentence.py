@@ -38,11 +38,13 @@ def sentence(
         )
     if closest is not None and not winner.reached and verdict.objective != "quality":
         if winner.values:
+            own = "" if winner is reference else f", your own on {len(reference.values)}"
+            edge = f" At the edge of its range: {', '.join(edges)}." if edges else ""
             return (
                 f"No configuration reached {_quality(goal, target)} on every seed: "
                 f"{settings_text(winner.settings)} did on {len(winner.values)} of "
-                f"{len(winner.runs)}{_in_time(verdict.objective, winner)}. {took}. Train longer, "
-                "or lower the target."
+                f"{len(winner.runs)}{_in_time(verdict.objective, winner)}{own}.{edge} {took}. "
+                "Train longer, or lower the target."
             )
         trial, quality = closest
         return (
