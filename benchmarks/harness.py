@@ -45,11 +45,13 @@ def machine() -> dict[str, Any]:
 
 
 def save(name: str, **figures: Any) -> None:
-    """Write ``results/<name>.json``, with the machine."""
+    """Write ``results/<name>.json``, with the machine. A list of `rows` has one row a line."""
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(
-        json.dumps({"machine": machine(), **figures}, indent=1) + "\n"
-    )
+    rows = figures.get("rows", [])
+    text = json.dumps({"machine": machine(), **figures, **({"rows": []} if rows else {})}, indent=1)
+    lines = ",\n  ".join(map(json.dumps, rows))
+    text = text.replace('"rows": []', f'"rows": [\n  {lines}\n ]')
+    (RESULTS / f"{name}.json").write_text(text + "\n")
 
 
 def ratios(one: Sequence[float], other: Sequence[float]) -> dict[str, float]:

@@ -15,159 +15,74 @@ With --longer, training takes so many times longer. Starting a run and probing a
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
+import functools
 import math
+import multiprocessing
 import random
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import optuna
+import recorded_tables
+from hard_tasks import TASKS
 from harness import RESULTS, save
+from recorded_tables import CONFIRM_SEEDS, METRIC, NEVER, SEARCH_SEEDS, Key, Row, Table
 
-from rankzero import Experiment, Goal, Train
-from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged
+from rankzero import Choice, Experiment
+from rankzero.config import flatten
+from rankzero.events import Evaluated, Event, RunEnded, Status, StepsLogged
 from rankzero.search_ranges import LogUniform
-from rankzero.tuning.learning_curve import LearningCurve
 from rankzero.tuning.options import Pruner, Sampler, SearchOptions
 from rankzero.tuning.probe import grid as ladder
 from rankzero.tuning.probe import probe_map as probe
 from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.session import Session
-from rankzero.tuning.space import Space, narrowed
+from rankzero.tuning.space import PRECISION, Space, narrowed
 from rankzero.tuning.study import open_study
 from rankzero.tuning.verdict.confirm import NEW_SEED
 
-SEARCH_SEEDS, CONFIRM_SEEDS = (0, 1), (2, 3, 4, 5, 6, 7)  # the other seeds are held out
 GRID_SEEDS = 3  # seeds per cell of the grid, as in a confirmation
-TARGET, SAMPLES, METRIC = 0.3, 1437, "val/loss"
 # The seconds of a cell of the probe map with such short runs, by `rankzero probe`: see the README.
 PROBE_SECONDS = 1.2
-NEVER = 1e9
-MOST_TRIALS = 60
-Key = tuple[int, str, float]
+_READABLE, _WRITER = multiprocessing.Pipe()
+_WRITER.close()
 Step = tuple[float, Key]  # cost so far, configuration that would be returned
-
-
-class NoisyDigits(Experiment):
-    """The recorded experiment's settings."""
-
-    train: Train = Train(batch_size=32, epochs=12)
-    goal: Goal = Goal(METRIC, "min", target=TARGET)
-    lr: float = 1e-3
-
-
-OWN = NoisyDigits()
-
-
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """The recorded runs by configuration and seed."""
-
-    rows: dict[tuple[Key, int], dict[str, Any]]
-    batch_sizes: tuple[int, ...]
-    precisions: tuple[str, ...]
-    factors: tuple[float, ...]
-    exponent: float
-    fixed_seconds: float
-    """Seconds that a run costs in addition to its steps."""
-
-    @property
-    def keys(self) -> list[Key]:
-        return sorted({key for key, _ in self.rows})
-
-    def seconds_to_target(self, key: Key, seed: int) -> float:
-        """Return the training seconds to the target, or `NEVER` if it is missed."""
-        curve = LearningCurve(OWN.goal)
-        for event in journal(self.rows[key, seed], key[0]):
-            curve(event)
-        found = curve.seconds_to(TARGET)
-        return NEVER if found is None else found
-
-    def cost(self, key: Key, seed: int, *, to_target: bool) -> float:
-        """Return a run's cost in seconds: to its end, or to the first evaluation at the target."""
-        points: list[tuple[float, float]] = self.rows[key, seed]["points"]
-        reached = (seconds for seconds, value in points if OWN.goal.reached(value))
-        return self.fixed_seconds + (next(reached, points[-1][0]) if to_target else points[-1][0])
-
-    def truth(self, key: Key) -> float:
-        """Return the geometric mean of the time to target on the held-out seeds."""
-        known = [
-            seed
-            for found, seed in self.rows
-            if found == key and seed not in SEARCH_SEEDS + CONFIRM_SEEDS
-        ]
-        return statistics.geometric_mean(self.seconds_to_target(key, seed) for seed in known)
-
-    def speed(self, key: Key, seed: int) -> float:
-        return float(self.rows[key, seed]["samples_per_second"])
-
-
-def load(longer: float = 1.0) -> Table:
-    """Return the recorded table, with training that takes `longer` times as long."""
-    found = json.loads((RESULTS / "digits_table.json").read_text())
-    fixed = statistics.median(row["wall_seconds"] - row["points"][-1][0] for row in found["rows"])
-    for row in found["rows"]:
-        row["points"] = [(longer * seconds, value) for seconds, value in row["points"]]
-        row["samples_per_second"] /= longer
-    rows = {
-        ((row["batch_size"], row["precision"], row["factor"]), row["seed"]): row
-        for row in found["rows"]
-    }
-    return Table(
-        rows,
-        tuple(found["batch_sizes"]),
-        tuple(found["precisions"]),
-        tuple(found["factors"]),
-        found["lr_exponent"],
-        fixed,
-    )
-
-
-def journal(row: dict[str, Any], batch_size: int) -> Iterator[Event]:
-    """Yield the events of a recorded run, as in its journal."""
-    yield RunStarted(0.0, {}, {}, 1)
-    before, per_epoch = 0.0, SAMPLES // batch_size
-    for epoch, (seconds, value) in enumerate(row["points"], start=1):
-        yield StepsLogged(
-            [epoch * per_epoch],
-            [seconds],
-            {"throughput/step_seconds": [(seconds - before) / per_epoch]},
-        )
-        yield Evaluated(seconds, epoch * per_epoch, {METRIC: value}, best=True)
-        before = seconds
 
 
 class ReplayLauncher:
     """Gives the search the recorded runs, and sums their cost."""
 
-    def __init__(self, table: Table, space: Space, seed: int) -> None:
-        self.table, self.space, self.seed, self.seconds = table, space, seed, 0.0
+    def __init__(self, table: Table, space: Space, number: int) -> None:
+        self.table, self.space, self.number, self.seconds = table, space, number, 0.0
 
     def start(
         self, experiment: Experiment, name: str, processes: int | None = None
     ) -> ReplayRunning:
         key = key_of(self.table, self.space, experiment)
         asked = experiment.train.seed
-        seed = self.seed if asked < NEW_SEED else CONFIRM_SEEDS[asked - NEW_SEED]
+        luck = self.table.search_seed(self.number, experiment.lr)
+        seed = luck if asked < NEW_SEED else CONFIRM_SEEDS[asked - NEW_SEED]
         self.seconds += self.table.fixed_seconds
-        return ReplayRunning(self, experiment, name, self.table.rows[key, seed])
+        return ReplayRunning(self, experiment, name, self.table.row(key, seed))
 
 
 class ReplayRunning:
     """Replays a recorded run, one epoch at a time."""
 
     def __init__(
-        self, launcher: ReplayLauncher, experiment: Experiment, name: str, row: dict[str, Any]
+        self, launcher: ReplayLauncher, experiment: Experiment, name: str, row: Row
     ) -> None:
         self.name, self.has_ended, self._pruned = name, False, False
-        self.handles, self.was_lost = (), False
-        self._launcher, self._row, self._goal = launcher, row, experiment.goal
+        # It always has something to read: nobody waits for it.
+        self.handles, self.was_lost, self.is_starting = (_READABLE,), False, False
+        self._launcher, self._goal = launcher, experiment.goal
+        self._samples_per_second = row.samples_per_second
         self._stop_at_target, self._spent = experiment.train.limits.stop_at_target, 0.0
-        self._events = journal(row, experiment.train.batch_size)
+        self._events = launcher.table.journal(row, experiment.train.batch_size)
 
     def new_events(self) -> list[Event]:
         if self.has_ended:
@@ -179,9 +94,7 @@ class ReplayRunning:
         reached = isinstance(event, Evaluated) and self._goal.reached(event.metrics[METRIC])
         self.has_ended = event is None or (reached and self._stop_at_target)
         status: Status = "KILLED" if self._pruned else "FINISHED"
-        end = RunEnded(
-            0.0, status, "", None, {"samples_per_second": self._row["samples_per_second"]}
-        )
+        end = RunEnded(0.0, status, "", None, {"samples_per_second": self._samples_per_second})
         return [*([event] if event else []), *([end] if self.has_ended else [])]
 
     @property
@@ -206,17 +119,18 @@ def key_of(table: Table, space: Space, experiment: Experiment) -> Key:
     batch = experiment.train.batch_size
     factor = experiment.lr / space.scaled_lr(batch)
     nearest = min(table.factors, key=lambda known: abs(math.log(known / factor)))
-    return batch, experiment.train.precision, nearest
+    return batch, flatten(experiment)[table.second], nearest
 
 
 def space_of(table: Table) -> Space:
+    of_precision = table.second == PRECISION
     return Space(
-        OWN,
+        table.own,
         table.batch_sizes,
-        table.precisions,
+        table.options if of_precision else ("fp32",),
         LogUniform(table.factors[0], table.factors[-1]),
         table.exponent,
-        {},
+        {} if of_precision else {table.second: Choice(*table.options)},
     )
 
 
@@ -231,20 +145,20 @@ def ours(
     sampler: Sampler = "tpe",
 ) -> list[Step]:
     """Run the real search on the table, with a budget of a quarter of the grid's cost."""
-    space, seed = space_of(table), SEARCH_SEEDS[number % 2]
-    measured = probe_map(table, seed) if probes else []
+    space = space_of(table)
+    measured = probe_map(table, SEARCH_SEEDS[number % 2]) if probes else []
     if measured:
         space = narrowed(
             space,
             [one.batch_size for one in ladder.fastest(measured)],
-            ladder.worth_searching(measured, table.precisions),
+            ladder.worth_searching(measured, space.precisions),
         )
-    launcher = ReplayLauncher(table, space, seed)
+    launcher = ReplayLauncher(table, space, number)
     launcher.seconds = spent = PROBE_SECONDS * len(measured)
     steps: list[Step] = []
     with tempfile.TemporaryDirectory(dir=_fast()) as folder:
         study = open_study(
-            f"sqlite:///{folder}/s.db", "s", sampler=sampler, pruner=pruner, seed=1000 * number
+            f"journal:///{folder}/s.log", "s", sampler=sampler, pruner=pruner, seed=1000 * number
         )
         study.draw_from(space.parameters())
 
@@ -275,26 +189,43 @@ def ours(
     return steps
 
 
+@functools.cache
 def budget(table: Table) -> float:
-    """Return a quarter of the grid's cost, in seconds."""
-    return grid(table, 0)[-1][0] / 4
+    """Return a search's budget: a quarter of the grid's cost, or of 100 random trainings."""
+    if table.second == PRECISION:
+        return _grid_seconds(table) / 4
+    return statistics.median(random_search(table, number)[-1][0] for number in range(50)) / 4
+
+
+def most_trials(table: Table) -> int:
+    return 60 if table.second == PRECISION else 100
+
+
+def _grid_seconds(table: Table) -> float:
+    return grid(table, 0)[-1][0]
 
 
 def probe_map(table: Table, seed: int) -> list[ProbeResult]:
     """Return the probe map of the recorded speeds."""
+    own = flatten(table.own)[table.second]
+    of_precision, middle = table.second == PRECISION, min(table.factors, key=_distance)
     return [
         ProbeResult(
             batch,
             batch // 2,
-            precision,
+            option if of_precision else "fp32",
             "ok",
-            table.speed((batch, precision, 1.0), seed),
+            table.speed((batch, option, middle), seed),
             0.02,
-            batch / table.speed((batch, precision, 1.0), seed),
+            batch / table.speed((batch, option, middle), seed),
         )
-        for precision in table.precisions
+        for option in (table.options if of_precision else (own,))
         for batch in table.batch_sizes
     ]
+
+
+def _distance(factor: float) -> float:
+    return abs(math.log(factor))
 
 
 def grid(table: Table, number: int) -> list[Step]:
@@ -315,12 +246,33 @@ def grid(table: Table, number: int) -> list[Step]:
 def random_search(table: Table, number: int) -> list[Step]:
     """Draw cells at random, with repetition."""
     draw = random.Random(1000 + number)
-    return _sequence(table, number, [draw.choice(table.keys) for _ in range(MOST_TRIALS)])
+    return _sequence(table, number, [draw.choice(table.keys) for _ in range(most_trials(table))])
+
+
+def random_confirmed(table: Table, number: int) -> list[Step]:
+    """Draw cells at random for three quarters of the budget; train the best three on new seeds."""
+    limit, draw = 0.75 * budget(table), random.Random(1000 + number)
+    searched = [step for step in random_search(table, number) if step[0] <= limit]
+    spent = searched[-1][0] if searched else 0.0
+    found = [
+        (table.seconds_to_target(key, table.search_seed(number, count)), key)
+        for count, key in enumerate(draw.choice(table.keys) for _ in searched)
+    ]
+    best = list(dict.fromkeys(key for _, key in sorted(found)))[:3]
+    spent += sum(table.cost(key, one, to_target=True) for key in best for one in CONFIRM_SEEDS[:3])
+    chosen = min(
+        best,
+        key=lambda key: statistics.geometric_mean(
+            table.seconds_to_target(key, one) for one in CONFIRM_SEEDS[:3]
+        ),
+    )
+    return [*searched, (spent, chosen)]
 
 
 def _sequence(table: Table, number: int, keys: Sequence[Key]) -> list[Step]:
-    seed, spent, best, steps = SEARCH_SEEDS[number % 2], 0.0, (math.inf, keys[0]), list[Step]()
-    for key in keys:
+    spent, best, steps = 0.0, (math.inf, keys[0]), list[Step]()
+    for count, key in enumerate(keys):
+        seed = table.search_seed(number, count)
         spent += table.cost(key, seed, to_target=True)
         best = min(best, (table.seconds_to_target(key, seed), key))
         steps.append((spent, best[1]))
@@ -329,22 +281,22 @@ def _sequence(table: Table, number: int, keys: Sequence[Key]) -> list[Step]:
 
 def tpe(table: Table, number: int, what: str) -> list[Step]:
     """Run Optuna's default sampler on the final quality, or on samples/s (of one epoch)."""
-    seed, spent, steps = SEARCH_SEEDS[number % 2], 0.0, list[Step]()
+    spent, steps = 0.0, list[Step]()
     study = optuna.create_study(
         direction="maximize", sampler=optuna.samplers.TPESampler(seed=number)
     )
-    for _ in range(MOST_TRIALS):
+    for _ in range(most_trials(table)):
         trial = study.ask()
-        key = _suggest(table, trial)
+        key, seed = _suggest(table, trial), table.search_seed(number, trial.number)
         if what == "quality":
             spent += table.cost(key, seed, to_target=False)
-            value = -table.rows[key, seed]["points"][-1][1]
+            value = -table.row(key, seed).points[-1][1]
         else:
-            spent += table.fixed_seconds + table.rows[key, seed]["points"][0][0]
+            spent += table.fixed_seconds + table.row(key, seed).points[0][0]
             value = table.speed(key, seed)
         study.tell(trial, value)
         best = study.best_trial.params
-        steps.append((spent, (best["batch"], best["precision"], best["factor"])))
+        steps.append((spent, _key(best)))
     return steps
 
 
@@ -353,34 +305,85 @@ def two_objectives(table: Table, number: int) -> list[Step]:
 
     Returns the fastest configuration of the Pareto front that reached the target.
     """
-    seed, spent, steps = SEARCH_SEEDS[number % 2], 0.0, list[Step]()
+    spent, steps = 0.0, list[Step]()
     study = optuna.create_study(
         directions=["maximize", "maximize"], sampler=optuna.samplers.TPESampler(seed=number)
     )
-    for _ in range(MOST_TRIALS):
+    for _ in range(most_trials(table)):
         trial = study.ask()
-        key = _suggest(table, trial)
+        key, seed = _suggest(table, trial), table.search_seed(number, trial.number)
         spent += table.cost(key, seed, to_target=False)
-        study.tell(trial, [table.speed(key, seed), -table.rows[key, seed]["points"][-1][1]])
-        front = [one for one in study.best_trials if -one.values[1] <= TARGET] or study.best_trials
+        study.tell(trial, [table.speed(key, seed), -table.row(key, seed).points[-1][1]])
+        front = [
+            one for one in study.best_trials if -one.values[1] <= table.target
+        ] or study.best_trials
         best = max(front, key=lambda one: one.values[0]).params
-        steps.append((spent, (best["batch"], best["precision"], best["factor"])))
+        steps.append((spent, _key(best)))
     return steps
+
+
+def on_time(
+    table: Table,
+    number: int,
+    sampler: optuna.samplers.BaseSampler,
+    pruner: optuna.pruners.BasePruner,
+    most: int | None = None,
+) -> list[Step]:
+    """Run Optuna on the time to the target, from the user's own configuration on.
+
+    A trial that misses the target is worse than all that reach it, the more the further it is away.
+    """
+    spent, steps = 0.0, list[Step]()
+    study = optuna.create_study(sampler=sampler, pruner=pruner)
+    study.enqueue_trial(dict(zip(_NAMES, _own(table), strict=True)))
+    for _ in range(most or most_trials(table)):
+        trial = study.ask()
+        key, seed = _suggest(table, trial), table.search_seed(number, trial.number)
+        points = table.row(key, seed).points
+        spent += table.fixed_seconds
+        for epoch, (_, loss) in enumerate(points, start=1):
+            trial.report(loss, epoch)
+            if table.own.goal.reached(loss) or trial.should_prune():
+                break
+        seconds, value = points[epoch - 1]
+        spent += seconds
+        if table.own.goal.reached(value):
+            study.tell(trial, table.seconds_to_target(key, seed))
+        elif epoch < len(points):
+            study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+        else:
+            study.tell(trial, NEVER * (1 + min(value - table.target, 10.0)))
+        done = [one for one in study.trials if one.value is not None]
+        best = min(done, key=lambda one: one.value or 0.0, default=trial).params
+        steps.append((spent, _key(best)))
+    return steps
+
+
+_NAMES = ("batch", "second", "factor")
+
+
+def _key(parameters: dict[str, Any]) -> Key:
+    return parameters["batch"], parameters["second"], parameters["factor"]
 
 
 def _suggest(table: Table, trial: optuna.Trial) -> Key:
     batch = trial.suggest_categorical("batch", table.batch_sizes)
-    precision = trial.suggest_categorical("precision", table.precisions)
-    return batch, precision, trial.suggest_categorical("factor", table.factors)
+    second = trial.suggest_categorical("second", table.options)
+    return batch, second, trial.suggest_categorical("factor", table.factors)
+
+
+def _own(table: Table) -> Key:
+    second, factor = flatten(table.own)[table.second], min(table.factors, key=_distance)
+    return table.own.train.batch_size, second, factor
 
 
 def largest(table: Table, number: int) -> list[Step]:
     """Return the largest batch that fits, with the user's learning rate."""
-    own, batch = 32, table.batch_sizes[-1]
+    own, batch = table.own.train.batch_size, table.batch_sizes[-1]
     factor = min(
         table.factors, key=lambda known: abs(math.log(known / (own / batch) ** table.exponent))
     )
-    return [(PROBE_SECONDS * len(table.batch_sizes), (batch, "fp32", factor))]
+    return [(PROBE_SECONDS * len(table.batch_sizes), (batch, _own(table)[1], factor))]
 
 
 def plateau(table: Table, number: int) -> list[Step]:
@@ -391,15 +394,38 @@ def plateau(table: Table, number: int) -> list[Step]:
         (one for one in measured if one.samples_per_second >= 0.95 * peak),
         key=lambda one: one.batch_size,
     )
-    return [(PROBE_SECONDS * len(measured), (chosen.batch_size, chosen.precision, 1.0))]
+    second = chosen.precision if table.second == PRECISION else _own(table)[1]
+    middle = min(table.factors, key=_distance)
+    return [(PROBE_SECONDS * len(measured), (chosen.batch_size, second, middle))]
+
+
+def _tpe(number: int) -> optuna.samplers.BaseSampler:
+    return optuna.samplers.TPESampler(seed=number)
+
+
+def _gp(number: int) -> optuna.samplers.BaseSampler:
+    return optuna.samplers.GPSampler(seed=number)
 
 
 CONTESTANTS: dict[str, Callable[[Table, int], list[Step]]] = {
     "exhaustive grid": grid,
     "random": random_search,
+    "random, best three confirmed": random_confirmed,
     "TPE on quality": lambda table, number: tpe(table, number, "quality"),
     "TPE on throughput": lambda table, number: tpe(table, number, "throughput"),
     "TPE on both": two_objectives,
+    "TPE on time": lambda table, number: on_time(
+        table, number, _tpe(number), optuna.pruners.NopPruner()
+    ),
+    "TPE on time, ASHA": lambda table, number: on_time(
+        table, number, _tpe(number), optuna.pruners.SuccessiveHalvingPruner()
+    ),
+    "TPE on time, Hyperband": lambda table, number: on_time(
+        table, number, _tpe(number), optuna.pruners.HyperbandPruner()
+    ),
+    "GP on time": lambda table, number: on_time(
+        table, number, _gp(number), optuna.pruners.NopPruner(), 40
+    ),
     "largest batch, same lr": largest,
     "smallest batch within 5 % of peak": plateau,
     "ours": ours,
@@ -415,24 +441,42 @@ def judge(table: Table, steps: Sequence[Step], budget: float) -> dict[str, float
 
     From that last cost on, the searcher never returns a configuration with a regret above 5 %.
     """
-    oracle = min(map(table.truth, table.keys))
-    regrets = [(spent, table.truth(key) / oracle - 1) for spent, key in steps]
+    regrets = [(spent, regret_of(table, key)) for spent, key in steps]
     at_budget = [regret for spent, regret in regrets if spent <= budget]
-    bad = max((number for number, (_, regret) in enumerate(regrets) if regret > 0.05), default=-1)
-    # After the last bad step, the regret stays at or below 5 %.
-    good = [spent for spent, _ in regrets[bad + 1 :]]
     return {
         "regret_at_budget": at_budget[-1] if at_budget else math.inf,
         "regret": regrets[-1][1],
         "cost": regrets[-1][0],
-        "cost_to_5_percent": good[0] if good else math.inf,
+        "cost_to_5_percent": _cost_to_5_percent(table, steps),
+        "area": area(table, steps, budget),
     }
 
 
-def regret_at(steps: Sequence[Step], truth: dict[Key, float], cost: float) -> float:
+def regret_of(table: Table, key: Key) -> float:
+    return table.truths[key] / min(table.truths.values()) - 1
+
+
+def _cost_to_5_percent(table: Table, steps: Sequence[Step]) -> float:
+    bad = [number for number, (_, key) in enumerate(steps) if regret_of(table, key) > 0.05]
+    # After the last bad step, the regret stays at or below 5 %.
+    good = steps[1 + max(bad, default=-1) :]
+    return good[0][0] if good else math.inf
+
+
+def area(table: Table, steps: Sequence[Step], budget: float) -> float:
+    """Return the mean regret up to the budget, of 1 at most: the area under the anytime curve."""
+    costs = [budget * (number + 0.5) / 200 for number in range(200)]
+    return statistics.fmean(min(regret_at(table, steps, cost), 1.0) for cost in costs)
+
+
+def regret_at(table: Table, steps: Sequence[Step], cost: float) -> float:
     """Return the regret after this cost, or infinity before the first configuration."""
     known = [key for spent, key in steps if spent <= cost]
-    return truth[known[-1]] / min(truth.values()) - 1 if known else math.inf
+    return regret_of(table, known[-1]) if known else math.inf
+
+
+def percentile_90(values: Sequence[float]) -> float:
+    return sorted(values)[math.ceil(0.9 * len(values)) - 1]
 
 
 def draw(curves: dict[str, list[float]], shares: Sequence[float], path: Path) -> None:
@@ -467,38 +511,59 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--table", choices=("digits", *TASKS), default="digits")
     parser.add_argument("--replays", type=int, default=50)
-    parser.add_argument("--longer", type=float, default=1.0)
+    parser.add_argument("--longer", type=float, default=1.0, help="of digits")
+    parser.add_argument("--best-seconds", type=float, default=60.0, help="of the other tables")
+    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     options = parser.parse_args()
-    replays, longer = options.replays, options.longer
+    replays, is_hard = options.replays, options.table != "digits"
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    table = load(longer)
-    quarter = budget(table)
-    print(
-        f"the grid: {len(table.keys)} cells, {GRID_SEEDS} seeds, {4 * quarter:.0f} s; "
-        f"a quarter of it: {quarter:.0f} s"
+    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    table = (
+        recorded_tables.hard(options.table, options.best_seconds)
+        if is_hard
+        else recorded_tables.digits(options.longer)
     )
-    truth = {key: table.truth(key) for key in table.keys}
-    shares = [number / 100 for number in range(2, 102, 2)]
+    quarter, best = budget(table), min(table.truths.values())
+    close = sum(truth <= 1.05 * best for truth in table.truths.values())
+    print(
+        f"the grid: {len(table.keys)} cells, {close} of them within 5 % of the best, "
+        f"{GRID_SEEDS} seeds, {_grid_seconds(table):.0f} s; the budget: {quarter:.0f} s"
+    )
+    shares = [number / 50 for number in range(1, 51)]
     found, curves = {}, {}
-    for name, search in CONTESTANTS.items():
-        runs = [search(table, number) for number in range(replays)]
+    for name in options.only:
+        runs = [CONTESTANTS[name](table, number) for number in range(replays)]
         judged = [judge(table, steps, quarter) for steps in runs]
         curves[name] = [
-            statistics.median(regret_at(steps, truth, 4 * quarter * share) for steps in runs)
+            statistics.median(regret_at(table, steps, 4 * quarter * share) for steps in runs)
             for share in shares
         ]
         found[name] = {key: statistics.median(one[key] for one in judged) for key in judged[0]}
-        found[name]["share_within_5_percent"] = statistics.fmean(
-            one["regret"] <= 0.05 for one in judged
-        )
+        found[name] |= {
+            "regret_90": percentile_90([one["regret"] for one in judged]),
+            "share_within_5_percent": statistics.fmean(one["regret"] <= 0.05 for one in judged),
+        }
         print(
             f"{name:36}" + "  ".join(f"{key} {value:8.3f}" for key, value in found[name].items()),
             flush=True,
         )
-    name = "replay" if longer == 1 else f"replay_{longer:g}_times_longer"
-    save(name, replays=replays, grid_seconds=4 * quarter, target=TARGET, contestants=found)
-    draw(curves, shares, RESULTS / f"{name}.png")
+    if list(options.only) != list(CONTESTANTS):
+        return
+    suffix = f"_{options.table}" if is_hard else ""
+    suffix += "" if options.longer == 1 else f"_{options.longer:g}_times_longer"
+    save(
+        f"replay{suffix}",
+        replays=replays,
+        cells=len(table.keys),
+        cells_within_5_percent=close,
+        best_seconds=best,
+        budget_seconds=quarter,
+        target=table.target,
+        contestants=found,
+    )
+    draw(curves, shares, RESULTS / f"replay{suffix}.png")
 
 
 def _fast() -> str | None:

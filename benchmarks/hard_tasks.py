@@ -1,0 +1,179 @@
+"""Small tasks of four kinds, for exhaustive tables: rows of numbers, images, letters, paragraphs.
+
+Each takes about a second to train. Few of its configurations are near the best one: batch size,
+learning rate and width depend on each other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pydoc_data.topics import topics
+from typing import Any, ClassVar
+from zlib import crc32
+
+import torch
+from torch import Generator, Tensor, nn, optim
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import TensorDataset
+
+from rankzero import Choice, Experiment, Goal, Train
+
+CHAPTERS = ("compound", "debugger", "formatstrings", "specialnames", "string-methods", "types")
+VOCABULARY = 2000
+
+
+class Task(Experiment):
+    """What the tasks share: AdamW, and a learning rate that many would begin with."""
+
+    lr: float = 1e-3
+    width: int = 32
+    search: ClassVar = {"width": Choice(16, 32, 64)}
+
+    def optimizer(self, model: nn.Module) -> optim.Optimizer:
+        return optim.AdamW(model.parameters(), self.lr)
+
+    def measure(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        inputs, labels = batch
+        return {"loss": cross_entropy(model(inputs), labels)}
+
+
+def divided(inputs: Tensor, labels: Tensor, train: int) -> tuple[TensorDataset, TensorDataset]:
+    """Return the first samples for training, and the others for validation."""
+    return (
+        TensorDataset(inputs[:train], labels[:train]),
+        TensorDataset(inputs[train:], labels[train:]),
+    )
+
+
+class Rows(Task):
+    """A table of 16 numbers a row, and a value that depends on six of them."""
+
+    train: Train = Train(batch_size=32, epochs=24)
+    goal: Goal = Goal("val/loss", "min", target=0.22)
+
+    def data(self) -> tuple[TensorDataset, TensorDataset]:
+        drawn = Generator().manual_seed(0)
+        x = torch.randn(3000, 16, generator=drawn)
+        y = (2 * x[:, 0]).sin() * x[:, 1] + (x[:, 2] > 0) * x[:, 3] + 0.5 * x[:, 4] * x[:, 5]
+        noise = 0.2 * torch.randn(len(y), generator=drawn)
+        return divided(x, (y - y.mean()) / y.std() + noise, 2400)
+
+    def model(self) -> nn.Module:
+        width = self.width
+        layers = [nn.Linear(16, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(width, 1), nn.Flatten(0))
+
+    def measure(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        inputs, values = batch
+        return {"loss": mse_loss(model(inputs), values)}
+
+
+class Shapes(Task):
+    """Six shapes in noise, each somewhere in 16 x 16 pixels, and a convnet."""
+
+    train: Train = Train(batch_size=32, epochs=16)
+    width: int = 16
+    goal: Goal = Goal("val/loss", "min", target=0.45)
+    search: ClassVar = {"width": Choice(8, 16, 32)}
+
+    def data(self) -> tuple[TensorDataset, TensorDataset]:
+        drawn, count = Generator().manual_seed(0), 1500
+        centre = 4 + 8 * torch.rand(count, 2, 1, 1, generator=drawn)
+        size = 3 + 2 * torch.rand(count, 1, 1, generator=drawn)
+        kind = torch.randint(6, (count,), generator=drawn)
+        place = torch.stack(torch.meshgrid(torch.arange(16), torch.arange(16), indexing="ij"))
+        x, y = (place - centre).abs().unbind(1)
+        round_, square = (x**2 + y**2).sqrt(), torch.maximum(x, y)
+        forms = [
+            round_ < size,
+            square < size,
+            x + y < size,
+            (torch.minimum(x, y) < 1.2) & (square < size),
+            (round_ < size) & (round_ > size - 2),
+            (square < size) & (square > size - 2),
+        ]
+        images = torch.stack(forms, 1)[torch.arange(count), kind].float()
+        images += 0.4 * torch.randn(images.shape, generator=drawn)
+        return divided(images.unsqueeze(1), kind, 1200)
+
+    def model(self) -> nn.Module:
+        few, many = self.width // 2, self.width
+        return nn.Sequential(
+            *(nn.Conv2d(1, few, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(few, many, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(many, many, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Flatten(), nn.Linear(4 * many, 6)),
+        )
+
+
+class Letters(Task):
+    """The next letter of Python's language reference, from the twelve before it."""
+
+    train: Train = Train(batch_size=32, epochs=10)
+    width: int = 64
+    goal: Goal = Goal("val/loss", "min", target=2.7)
+    search: ClassVar = {"width": Choice(32, 64, 128)}
+
+    def data(self) -> tuple[TensorDataset, TensorDataset]:
+        text = "".join(topics[name] for name in CHAPTERS).encode("ascii", "replace")
+        letters = torch.tensor(list(text))
+        order = torch.randperm(len(letters) - 12, generator=Generator().manual_seed(0))[:7000]
+        windows = letters.unfold(0, 13, 1)[order]
+        return divided(windows[:, :-1], windows[:, -1], 6000)
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            *(nn.Embedding(128, 8), nn.Flatten()),
+            *(nn.Linear(12 * 8, self.width), nn.ReLU(), nn.Linear(self.width, 128)),
+        )
+
+
+class Chapters(Task):
+    """Which chapter a paragraph of any length is from, by its words and pairs of words."""
+
+    train: Train = Train(batch_size=32, epochs=20)
+    goal: Goal = Goal("val/loss", "min", target=1.05)
+
+    def data(self) -> tuple[Any, Any]:
+        """Return (words, chapter) of paragraphs. A word is a number from 1 to VOCABULARY."""
+        whole = [
+            (torch.tensor([1 + crc32(word.encode()) % VOCABULARY for word in words]), chapter)
+            for chapter, name in enumerate(CHAPTERS)
+            for paragraph in re.split(r"\n\s*\n", topics[name])
+            if len(words := re.findall(r"\w+", paragraph.lower())) >= 5
+        ]
+        order = torch.randperm(len(whole), generator=Generator().manual_seed(0)).tolist()
+        return [whole[one] for one in order[200:]], [whole[one] for one in order[:200]]
+
+    def collate(self, samples: Sequence[tuple[Tensor, int]]) -> tuple[Any, Tensor]:
+        """Put the words of all paragraphs in one row, as EmbeddingBag takes them."""
+        words, chapters = zip(*samples, strict=True)
+        ends = torch.tensor([0, *map(len, words)]).cumsum(0)
+        return (torch.cat(words), ends[:-1]), torch.tensor(chapters)
+
+    def model(self) -> nn.Module:
+        return Bag(self.width)
+
+
+class Bag(nn.Module):
+    """The mean of the words' vectors, and a layer on it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.words = nn.EmbeddingBag(VOCABULARY + 1, width)
+        self.head = nn.Sequential(
+            nn.Dropout(0.2), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, len(CHAPTERS))
+        )
+
+    def forward(self, words: tuple[Tensor, Tensor]) -> Tensor:
+        found: Tensor = self.head(self.words(*words))
+        return found
+
+
+TASKS: dict[str, type[Task]] = {
+    "rows": Rows,
+    "shapes": Shapes,
+    "letters": Letters,
+    "chapters": Chapters,
+}
