@@ -12,6 +12,8 @@ from rankzero.tuning.objective import TO_TARGET, Name
 from rankzero.tuning.space import number_text, settings_text
 from rankzero.tuning.verdict.decide import Candidate, Verdict, median
 
+_MEND = "Train longer, or lower the target."
+
 
 def sentence(
     verdict: Verdict,
@@ -38,18 +40,11 @@ def sentence(
         )
     if closest is not None and not winner.reached and verdict.objective != "quality":
         if winner.values:
-            own = "" if winner is reference else f", your own on {len(reference.values)}"
-            edge = f" At the edge of its range: {', '.join(edges)}." if edges else ""
-            return (
-                f"No configuration reached {_quality(goal, target)} on every seed: "
-                f"{settings_text(winner.settings)} did on {len(winner.values)} of "
-                f"{len(winner.runs)}{_in_time(verdict.objective, winner)}{own}.{edge} {took}. "
-                "Train longer, or lower the target."
-            )
+            return f"{_most_often(verdict, goal, target, edges)} {took}. {_MEND}"
         trial, quality = closest
         return (
             f"No configuration reached {_quality(goal, target)}: trial {trial} came closest with "
-            f"{_quality(goal, quality)}. {took}. Train longer, or lower the target."
+            f"{_quality(goal, quality)}. {took}. {_MEND}"
         )
     confirmed = _confirmed(winner, disturbed)
     own = _performance(verdict.objective, reference, goal, target)
@@ -71,6 +66,18 @@ def sentence(
     return (
         f"Your configuration {own}. The sweet spot {found}: {settings_text(winner.settings)}"
         f"{_gains(verdict)}. {confirmed} {took}."
+    )
+
+
+def _most_often(verdict: Verdict, goal: Goal, target: float | None, edges: Sequence[str]) -> str:
+    """Return which configuration reached the target most often, where none always did."""
+    reference, winner = verdict.reference, verdict.winner
+    own = "" if winner is reference else f", your own on {len(reference.values)}"
+    edge = f" At the edge of its range: {', '.join(edges)}." if edges else ""
+    return (
+        f"No configuration reached {_quality(goal, target)} on every seed: "
+        f"{settings_text(winner.settings)} did on {len(winner.values)} of "
+        f"{len(winner.runs)}{_in_time(verdict.objective, winner)}{own}.{edge}"
     )
 
 
