@@ -12,8 +12,6 @@ from rankzero.tuning.objective import TO_TARGET, Name
 from rankzero.tuning.space import number_text, settings_text
 from rankzero.tuning.verdict.decide import Candidate, Verdict, median
 
-_MEND = "Train longer, or lower the target."
-
 
 def sentence(
     verdict: Verdict,
@@ -39,13 +37,8 @@ def sentence(
             "reasons."
         )
     if closest is not None and not winner.reached and verdict.objective != "quality":
-        if winner.values:
-            return f"{_most_often(verdict, goal, target, edges)} {took}. {_MEND}"
-        trial, quality = closest
-        return (
-            f"No configuration reached {_quality(goal, target)}: trial {trial} came closest with "
-            f"{_quality(goal, quality)}. {took}. {_MEND}"
-        )
+        found = _most_often(verdict, goal, target, edges, closest)
+        return f"No configuration reached {found}. {took}. Train longer, or lower the target."
     confirmed = _confirmed(winner, disturbed)
     own = _performance(verdict.objective, reference, goal, target)
     if not verdict.beaten:
@@ -69,15 +62,26 @@ def sentence(
     )
 
 
-def _most_often(verdict: Verdict, goal: Goal, target: float | None, edges: Sequence[str]) -> str:
-    """Return which configuration reached the target most often, where none always did."""
+def _most_often(
+    verdict: Verdict,
+    goal: Goal,
+    target: float | None,
+    edges: Sequence[str],
+    closest: tuple[int, float],
+) -> str:
+    """Return the target, and which configuration reached it most often or came closest."""
     reference, winner = verdict.reference, verdict.winner
+    if not winner.values:
+        trial, quality = closest
+        return (
+            f"{_quality(goal, target)}: trial {trial} came closest with {_quality(goal, quality)}"
+        )
+    seeds = f"{len(winner.values)} of {len(winner.runs)}{_in_time(verdict.objective, winner)}"
     own = "" if winner is reference else f", your own on {len(reference.values)}"
-    edge = f" At the edge of its range: {', '.join(edges)}." if edges else ""
+    edge = f". At the edge of its range: {', '.join(edges)}" if edges else ""
     return (
-        f"No configuration reached {_quality(goal, target)} on every seed: "
-        f"{settings_text(winner.settings)} did on {len(winner.values)} of "
-        f"{len(winner.runs)}{_in_time(verdict.objective, winner)}{own}.{edge}"
+        f"{_quality(goal, target)} on every seed: {settings_text(winner.settings)} did on "
+        f"{seeds}{own}{edge}"
     )
 
 
