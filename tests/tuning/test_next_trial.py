@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankzero import Choice, Experiment, Goal, Train, Uniform
-from rankzero.tuning.next_trial import challengers, from_earlier, short_text, time_to_beat
+from rankzero.tuning.next_trial import challengers, from_earlier, short_text
 from rankzero.tuning.space import BATCH_INDEX, FACTOR, PRECISION, make_space
 from rankzero.tuning.trial import REPEAT, Trial, Trials
 
@@ -84,14 +84,6 @@ def test_a_challenger_may_be_like_the_reference() -> None:
     index = SPACE.reference_parameters()[BATCH_INDEX]
     trials = completed((index, 1.0, 10.0), (index, 1.2, 7.5), (index, 1.25, 7.6))
     assert [one.number for one in challengers(trials, SPACE, 3)] == [1, 2]
-
-
-def test_a_trial_is_of_use_while_it_may_be_a_challenger() -> None:
-    """The best may only be lucky. With one challenger, only the best counts."""
-    trials = completed((3, 2.0, 5.0), (3, 2.1, 5.1), (4, 2.0, 6.0), (1, 2.0, 9.0), (2, 2.0, 9.5))
-    assert [time_to_beat(trials, SPACE, 1, most) for most in (1, 2, 3)] == [5.0, 6.0, 9.0]
-    assert time_to_beat(completed((3, 2.0, 5.0)), SPACE, 1, 3) == 5.0
-    assert time_to_beat(Trials([]), SPACE, 1, 3) is None
 
 
 class Chosen(Mine):

@@ -269,35 +269,6 @@ def test_an_interrupted_study_has_the_same_trials_as_one_that_was_not(
     assert again.winner.settings == whole.winner.settings and confirmed
 
 
-def test_the_next_best_is_confirmed_if_a_challenger_misses_the_quality(search: Searcher) -> None:
-    whole, _, first, _ = search()
-    best = next(
-        one for one in first.started if one.lr == pytest.approx(whole.winner.settings["lr"])
-    )
-    challengers = {one.lr for one in first.started if one.train.seed >= 1000}
-    (search.folder / "studies.db").unlink()  # type: ignore[attr-defined]
-
-    def fate(_number: int, experiment: Experiment) -> str:
-        return "nan" if experiment.train.seed == 1000 and experiment.lr == best.lr else ""
-
-    found, _, launcher, _ = search(FakeLauncher(fate))
-    seeds = {
-        lr: [one.train.seed for one in launcher.started if one.train.seed >= 1000 and one.lr == lr]
-        for lr in {one.lr for one in launcher.started if one.train.seed >= 1000}
-    }
-    assert seeds.pop(best.lr) == [1000], "the seeds that are left cannot help it"
-    assert found.beaten and found.winner.settings["lr"] != best.lr
-    assert len(seeds) == len(challengers) and seeds.keys() - challengers
-    assert all({1000, 1001, 1002} <= set(one) for one in seeds.values())
-
-
-def test_a_seed_on_which_all_miss_the_quality_takes_no_challenger_out(search: Searcher) -> None:
-    hard = FakeLauncher(lambda _number, experiment: "nan" if experiment.train.seed == 1000 else "")
-    found, study, _, _ = search(hard)
-    tried = {run["trial"] for run in study.facts["confirmations"]}
-    assert len(tried) == 4 and len(found.winner.values) == 2 and not found.beaten
-
-
 def test_an_interrupted_confirmation_resumes(search: Searcher) -> None:
     launcher = FakeLauncher(lambda number, _: "ctrl-c" if number == 8 else "")
     with pytest.raises(KeyboardInterrupt):

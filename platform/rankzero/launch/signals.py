@@ -171,11 +171,13 @@ def start_server() -> None:
     """
     # The server takes it out of its environment before a worker is forked.
     os.environ[COMMAND] = str(os.getpid())
-    for start in (resource_tracker.ensure_running, forkserver.ensure_running):
-        # For each: the first unblocks signals here once it has started.
-        with held_back():
-            start()
-    del os.environ[COMMAND]
+    try:
+        for start in (resource_tracker.ensure_running, forkserver.ensure_running):
+            # For each: the first unblocks signals here once it has started.
+            with held_back():
+                start()
+    finally:
+        del os.environ[COMMAND]
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rankzero.search_ranges import Choice, Integer, Range
@@ -17,8 +17,8 @@ from rankzero.tuning.objective import MEMORY
 from rankzero.tuning.space import BATCH_INDEX, FACTOR, PRECISION, SPEED, Space
 from rankzero.tuning.trial import Trial, Trials
 
-_CLOSE, _NEAR = 0.1, 1.0  # relative
-_MOST_RANKED = 100
+_CLOSE, _NEAR, _SLOW = 0.1, 0.5, 2.0  # relative, relative, times the best
+_MOST_RANKED = 100  # trials that are looked at for challengers
 _ALIKE = 1.3  # ratio of learning rates
 _MOST_EARLIER = 3
 _STEP_TO_A_FIRST = 8.0  # of the learning rate, until a trial reaches the quality
@@ -211,16 +211,11 @@ def best_value(trials: Trials) -> float | None:
     return min((one.rank for one in trials.fastest.values()), default=None)
 
 
-def time_to_beat(trials: Trials, space: Space, devices: int, challengers: int = 1) -> float | None:
+def time_to_beat(trials: Trials, space: Space, devices: int) -> float | None:
     """Return the value below which a trial on so many devices may be of use, or None.
 
-    It is of use as one of so many `challengers` that are confirmed: the best may only be lucky.
-    On several numbers of devices, a finished trial above it is as fast and takes no more
-    device-seconds.
+    Above it, a finished trial is as fast and takes no more device-seconds.
     """
-    if len(space.devices) == 1:
-        best = list(itertools.islice(_unlike(_feasible(trials)), max(1, challengers)))
-        return best[-1].rank if best else None
     return min(
         (
             one.rank * max(1.0, space.devices_of(one.parameters) / devices)
@@ -228,21 +223,6 @@ def time_to_beat(trials: Trials, space: Space, devices: int, challengers: int = 
         ),
         default=None,
     )
-
-
-def _feasible(trials: Trials) -> Iterator[Trial]:
-    """Yield the best feasible trials, the best first. A limit keeps this cheap."""
-    ranked = itertools.islice(trials.ranked(), _MOST_RANKED)
-    return itertools.takewhile(lambda one: one.feasible, ranked)
-
-
-def _unlike(found: Iterable[Trial]) -> Iterator[Trial]:
-    """Yield the trials that are not like an earlier one."""
-    earlier = list[Trial]()
-    for trial in found:
-        if not any(_are_alike(trial.parameters, one.parameters) for one in earlier):
-            earlier.append(trial)
-            yield trial
 
 
 def front(found: Iterable[_Item], both: Callable[[_Item], tuple[float, float]]) -> list[_Item]:
@@ -268,22 +248,21 @@ def challengers(trials: Trials, space: Space, most: int) -> list[Trial]:
     if best is None:
         return []
     own = [one for one in trials.alike(space.reference_parameters()) if one.feasible]
-    worst = best.rank + _NEAR * abs(best.rank)
+    # Values are times, negated speeds or negated qualities, so the slack takes their size.
+    worst = best.rank * _SLOW if best.rank > 0 else best.rank / _SLOW
     if own:
         # A little worse than the reference may be bad luck. But far from the best is too far.
-        # Values are times, negated speeds or negated qualities, so the slack takes their size.
         least = min(one.rank for one in own)
         worst = min(least + _CLOSE * abs(least), best.rank + _NEAR * abs(best.rank))
-    near = itertools.takewhile(lambda one: one.feasible and one.rank <= worst, trials.ranked())
+    ranked = itertools.islice(trials.ranked(), _MOST_RANKED)
+    near = itertools.takewhile(lambda one: one.feasible and one.rank <= worst, ranked)
     found, alike = list[Trial](), list[Trial]()
     for trial in itertools.chain([best], reversed(cheaper), near):
         if trial.parameters in [one.parameters for one in (*own, *found, *alike)]:
             continue
         is_like = any(_are_alike(trial.parameters, one.parameters) for one in found)
         (alike if is_like else found).append(trial)
-        if len(found) == most:
-            break
-    return [*found, *alike][:most]
+    return [*found, *alike][: max(0, most)]
 
 
 def _are_alike(one: Parameters, other: Parameters) -> bool:

@@ -35,7 +35,6 @@ CONFIRMATIONS, DISTURBED, TARGET = "confirmations", "disturbed", "target"
 """Facts of a study: the confirmation runs, the seeds of those that were trained again because the
 machine's speed changed, and the quality that trials must reach."""
 _MOST_REPEATS = 50  # draws of known configurations in a row, before the space counts as exhausted
-_SUBSTITUTES = 3  # times the challengers: so many trials may be confirmed if others drop out
 _MOST_LOSSES = 2  # of a configuration's trial, or confirmation run, that is tried again
 _LOST = "lost"
 """A fact of an abandoned trial: its host process died."""
@@ -198,7 +197,7 @@ class Session:
         experiment, objective = self._space.experiment(parameters), self._objective
         trials = self._study.known
         devices = self._space.devices_of(parameters)
-        best = next_trial.time_to_beat(trials, self._space, devices, self._options.challengers)
+        best = next_trial.time_to_beat(trials, self._space, devices)
         nearest, batch_size = next_trial.nearest_curve(trials)
         step_ratio = experiment.train.batch_size / batch_size
         # A planned trial is trained to its end, unless it cannot win. Early on, a larger batch or a
@@ -275,52 +274,22 @@ class Session:
 
     def _confirm(self) -> None:
         """Train the best trials and the reference on new seeds; twice as many if it is close."""
-        seeds = self._options.seeds
-        members.require_lead(self._study)
-        candidates = self._race(range(seeds))
+        trials, space, seeds = self._study.trials(), self._space, self._options.seeds
+        reference = next_trial.reference_trial(trials, space)
+        challengers = next_trial.challengers(trials, space, self._options.challengers)
+        candidates = [trial for trial in (reference, *challengers) if trial is not None]
         for look in range(LOOKS):
             members.require_lead(self._study)
             if len(candidates) < 2:
                 return
-            self._train_rounds(candidates, range(look * seeds, (look + 1) * seeds))
+            rounds = range(look * seeds, (look + 1) * seeds)
+            self._train_rounds(candidates, rounds)
             self._repeat_disturbed(candidates)
             # The second look trains only the two that it may separate.
             left = finalists(self._verdict())
             candidates = [trial for trial in candidates if trial.number in left]
             if not self._budget.allows_another_round(candidates):
                 return
-
-    def _race(self, rounds: range) -> list[Trial]:
-        """Train the reference and the best trials, round by round; return those that are left.
-
-        A trial that misses the quality is out, and the next best one takes its place. Unless all
-        miss it on that seed: then the seed is hard, and shows nothing about the trial.
-        """
-        trials, space, most = self._study.trials(), self._space, self._options.challengers
-        reference, first_seed = (
-            next_trial.reference_trial(trials, space),
-            space.reference.train.seed,
-        )
-        ranked = next_trial.challengers(trials, space, _SUBSTITUTES * most)
-        while True:
-            stored = self._confirmations()
-            fair = {run["seed"] for run in stored if run["value"] is not None}
-            missed = {
-                run["trial"] for run in stored if run["value"] is None and run["seed"] in fair
-            }
-            begun = {run["trial"] for run in stored}
-            left = [one for one in ranked if one.number not in missed][:most]
-            new = [one for one in left if one.number not in begun]
-            if begun and new and not self._budget.allows_another_round(new):
-                left = [one for one in left if one.number in begun]
-            candidates = [one for one in (reference, *left) if one is not None]
-            missing = list(confirm.missing_runs(candidates, first_seed, rounds, stored))
-            if len(candidates) < 2 or not missing:
-                return candidates
-            seed = missing[0][1]
-            self._pool.run_all(
-                self._confirmation_job(trial, one) for trial, one in missing if one == seed
-            )
 
     def _train_rounds(self, candidates: Sequence[Trial], rounds: Sequence[int]) -> None:
         first_seed = self._space.reference.train.seed
