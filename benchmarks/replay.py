@@ -564,7 +564,8 @@ def main() -> None:
         target=table.target,
         contestants=found,
     )
-    draw(curves, shares, RESULTS / f"replay{suffix}.png")
+    if not is_hard:
+        draw(curves, shares, RESULTS / f"replay{suffix}.png")
 
 
 def _fast() -> str | None:
