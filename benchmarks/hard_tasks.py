@@ -1,4 +1,4 @@
-"""Small tasks of four kinds, for exhaustive tables: rows of numbers, images, letters, paragraphs.
+"""Small tasks of three kinds, for exhaustive tables: rows of numbers, letters, paragraphs.
 
 Each takes about a second to train. Few of its configurations are near the best one: batch size,
 learning rate and width depend on each other.
@@ -69,44 +69,6 @@ class Rows(Task):
         return {"loss": mse_loss(model(inputs), values)}
 
 
-class Shapes(Task):
-    """Six shapes in noise, each somewhere in 16 x 16 pixels, and a convnet."""
-
-    train: Train = Train(batch_size=32, epochs=16)
-    width: int = 16
-    goal: Goal = Goal("val/loss", "min", target=0.45)
-    search: ClassVar = {"width": Choice(8, 16, 32)}
-
-    def data(self) -> tuple[TensorDataset, TensorDataset]:
-        drawn, count = Generator().manual_seed(0), 1500
-        centre = 4 + 8 * torch.rand(count, 2, 1, 1, generator=drawn)
-        size = 3 + 2 * torch.rand(count, 1, 1, generator=drawn)
-        kind = torch.randint(6, (count,), generator=drawn)
-        place = torch.stack(torch.meshgrid(torch.arange(16), torch.arange(16), indexing="ij"))
-        x, y = (place - centre).abs().unbind(1)
-        round_, square = (x**2 + y**2).sqrt(), torch.maximum(x, y)
-        forms = [
-            round_ < size,
-            square < size,
-            x + y < size,
-            (torch.minimum(x, y) < 1.2) & (square < size),
-            (round_ < size) & (round_ > size - 2),
-            (square < size) & (square > size - 2),
-        ]
-        images = torch.stack(forms, 1)[torch.arange(count), kind].float()
-        images += 0.4 * torch.randn(images.shape, generator=drawn)
-        return divided(images.unsqueeze(1), kind, 1200)
-
-    def model(self) -> nn.Module:
-        few, many = self.width // 2, self.width
-        return nn.Sequential(
-            *(nn.Conv2d(1, few, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-            *(nn.Conv2d(few, many, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-            *(nn.Conv2d(many, many, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-            *(nn.Flatten(), nn.Linear(4 * many, 6)),
-        )
-
-
 class Letters(Task):
     """The next letter of Python's language reference, from the twelve before it."""
 
@@ -130,7 +92,7 @@ class Letters(Task):
 
 
 class Chapters(Task):
-    """Which chapter a paragraph of any length is from, by its words and pairs of words."""
+    """The chapter that a paragraph of any length is from, by its words."""
 
     train: Train = Train(batch_size=32, epochs=20)
     goal: Goal = Goal("val/loss", "min", target=1.05)
@@ -171,9 +133,4 @@ class Bag(nn.Module):
         return found
 
 
-TASKS: dict[str, type[Task]] = {
-    "rows": Rows,
-    "shapes": Shapes,
-    "letters": Letters,
-    "chapters": Chapters,
-}
+TASKS: dict[str, type[Task]] = {"rows": Rows, "letters": Letters, "chapters": Chapters}

@@ -1,8 +1,8 @@
 """Record an exhaustive table of a small task: batch size x width x learning rate x seed.
 
-    python benchmarks/record_hard_table.py rows|shapes|letters|chapters
+    python benchmarks/record_hard_table.py rows|letters|chapters
 
-Takes about half an hour on a core. `replay.py --table NAME` runs searchers on the table.
+`replay.py --table NAME` runs searchers on the table.
 
 A plain PyTorch loop trains each configuration to its end, on one thread. Its clock is the thread's
 processor time, so other work on the machine changes little. A row has the validation loss after

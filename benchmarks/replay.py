@@ -1,15 +1,14 @@
-"""Run searchers on the recorded table, with the same accounting for all.
+"""Run searchers on a recorded table, with the same accounting for all. It trains nothing.
 
-    python benchmarks/replay.py [--replays 50] [--longer 10]
-
-Takes about 10 minutes and trains nothing.
+    python benchmarks/replay.py [--table digits] [--replays 50] [--longer 10]
 
 Every searcher pays, by the recorded clock, for each training: the training seconds until it stops
 and the fixed cost of a run. It also pays for probes and confirmations. The configuration that it
 would return is judged on seeds that no searcher saw. Its regret is its time to the target there
 over the best cell's, minus 1. The searcher `ours` is the real search, on the table's clock.
 
-With --longer, training takes so many times longer. Starting a run and probing a cell do not.
+With --longer, training takes so many times longer. Starting a run and probing a cell do not. The
+best training of a noisy table takes --best-seconds.
 """
 
 from __future__ import annotations
@@ -48,6 +47,7 @@ from rankzero.tuning.verdict.confirm import NEW_SEED
 GRID_SEEDS = 3  # seeds per cell of the grid, as in a confirmation
 # The seconds of a cell of the probe map with such short runs, by `rankzero probe`: see the README.
 PROBE_SECONDS = 1.2
+# The search waits until a trial's handle is readable. This one always is, since its end is closed.
 _READABLE, _WRITER = multiprocessing.Pipe()
 _WRITER.close()
 Step = tuple[float, Key]  # cost so far, configuration that would be returned
@@ -77,7 +77,6 @@ class ReplayRunning:
         self, launcher: ReplayLauncher, experiment: Experiment, name: str, row: Row
     ) -> None:
         self.name, self.has_ended, self._pruned = name, False, False
-        # It always has something to read: nobody waits for it.
         self.handles, self.was_lost, self.is_starting = (_READABLE,), False, False
         self._launcher, self._goal = launcher, experiment.goal
         self._samples_per_second = row.samples_per_second
@@ -408,7 +407,7 @@ def _gp(number: int) -> optuna.samplers.BaseSampler:
 
 
 SLOW = "GP on time"
-"""It takes a quarter of a minute a replay, and runs only if `--only` names it."""
+"""A slow one. It runs only if `--only` names it."""
 CONTESTANTS: dict[str, Callable[[Table, int], list[Step]]] = {
     "exhaustive grid": grid,
     "random": random_search,
