@@ -25,7 +25,6 @@ from rankzero.training.distributed.world import World
 from rankzero.training.loop import fit
 from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.sample_images.capture import (
-    _COMPILED_CALL,
     MIN_SECONDS,
     ImageCapture,
     caught,
@@ -137,14 +136,6 @@ def test_pictures_of_the_first_and_last_evaluation_have_class_names(
     assert last["confusion"].trace() / 45 == pytest.approx(accuracy) and last["wrong"] == round(
         45 * (1 - accuracy)
     )
-
-
-def test_compiled_call_attribute_exists() -> None:
-    """Private to torch: `caught` replaces it to see the outputs of a compiled model."""
-    model = nn.Linear(3, 2)
-    assert getattr(model, _COMPILED_CALL) is None
-    model.compile(backend="eager")
-    assert callable(getattr(model, _COMPILED_CALL))
 
 
 def test_outputs_of_a_compiled_model_are_caught(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from rankzero.events import PicturesTaken
 from rankzero.run_store import picture_files
 from rankzero.training import rng
+from rankzero.training.compiled_call import COMPILED_CALL
 from rankzero.training.sample_images.mistakes import (
     MAX_SHOWN,
     Mistakes,
@@ -38,11 +39,6 @@ MIN_SECONDS = 10.0
 _MIN_SHARE = 0.1
 """The same as a share of the training so far, so that a day has about a hundred pictures."""
 _MAX_CLASS_NAME = 60
-
-# nn.Module.compile() stores the compiled call in this private attribute, and nn.Module.__call__
-# calls it. Hooks would become part of the compiled code, so `caught` replaces the call instead.
-# Seen in torch 2.15. If the name goes, test_compiled_call_attribute_exists fails.
-_COMPILED_CALL = "_compiled_call_impl"
 
 
 class ImageCapture:
@@ -206,7 +202,8 @@ class ImageCapture:
 @contextlib.contextmanager
 def caught(model: nn.Module, outputs: list[Any]) -> Iterator[None]:
     """Append the model's outputs to a list inside the block, two at most."""
-    compiled = getattr(model, _COMPILED_CALL, None)
+    # Hooks would become part of the compiled code. So the call is replaced instead.
+    compiled = getattr(model, COMPILED_CALL, None)
 
     def keep(output: Any) -> None:
         # Two show that the model was called more than once. More would only use memory.
@@ -223,8 +220,8 @@ def caught(model: nn.Module, outputs: list[Any]) -> Iterator[None]:
         keep(output)
         return output
 
-    setattr(model, _COMPILED_CALL, call)
+    setattr(model, COMPILED_CALL, call)
     try:
         yield
     finally:
-        setattr(model, _COMPILED_CALL, compiled)
+        setattr(model, COMPILED_CALL, compiled)

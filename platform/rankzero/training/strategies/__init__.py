@@ -10,6 +10,7 @@ from torch import nn
 
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment, Train
+from rankzero.training.compiled_call import compile_whole
 from rankzero.training.data.batch import channels_last
 from rankzero.training.distributed.world import World
 from rankzero.training.strategies.base import Measure, Strategy
@@ -77,7 +78,7 @@ def build(
             }[train.strategy]
             if train.compile:
                 # Two sizes of batches take turns. Code for any size would change the bits.
-                model.compile(dynamic=None if train.drop_last else False)
+                compile_whole(model, dynamic=None if train.drop_last else False)
             return make(experiment, model.to(world.device), world)
         # A model that is divided is moved in parts: all of it need not fit into a GPU's memory.
         case "fsdp":
