@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import random
 import shutil
 import tempfile
 from pathlib import Path
@@ -166,6 +168,39 @@ def test_manifest_of_format_1_without_seal_is_read(tmp_path: Path) -> None:
     assert checkpoint_files.verify(folder).step == 1
 
 
+def test_format_2_had_one_checksum_of_the_whole_file(tmp_path: Path) -> None:
+    save_steps(tmp_path, {1: 0.1})
+    folder = tmp_path / "checkpoints/step_00000001"
+    content = (folder / STATE).read_bytes()
+    fields = json.loads((folder / MANIFEST).read_text())
+    fields |= {
+        "format": 2,
+        "files": {
+            STATE: {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)},
+        },
+    }
+    (folder / MANIFEST).write_text(sealed(fields))
+    assert restore.load(folder).keys() == torch.load(folder / STATE).keys()
+    (folder / STATE).write_bytes(content[:-1] + b"x")
+    with pytest.raises(BrokenCheckpoint, match="checksum does not match"):
+        checkpoint_files.verify(folder)
+
+
+@pytest.mark.parametrize("size", [0, 1, (8 << 20) - 1, 8 << 20, (24 << 20) + 5])
+def test_each_piece_of_a_file_counts_in_its_place(tmp_path: Path, size: int) -> None:
+    content = bytearray(random.Random(size).randbytes(size))
+    target = tmp_path / "checkpoints/step_00000001"
+    checkpoint_files.write(target, lambda path: path.write_bytes(content), 1, {}, False)
+    pieces = [content[at : at + (8 << 20)] for at in range(0, size, 8 << 20)]
+    digest = hashlib.sha256(b"".join(hashlib.sha256(piece).digest() for piece in pieces))
+    seen = checkpoint_files.verify(target).files[STATE]
+    assert seen == {"sha256_of_pieces": digest.hexdigest(), "bytes": size}
+    if len(pieces) > 1:
+        (target / STATE).write_bytes(b"".join([pieces[1], pieces[0], *pieces[2:]]))
+        with pytest.raises(BrokenCheckpoint, match="checksum does not match"):
+            checkpoint_files.verify(target)
+
+
 @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "sub/x", "..", ""])
 def test_manifest_may_name_only_files_of_its_folder(tmp_path: Path, name: str) -> None:
     save_steps(tmp_path, {1: 0.1, 2: 0.2})
@@ -206,7 +241,7 @@ def test_checkpoint_of_a_newer_format_is_reported_and_skipped(
     newer = {**fields, **more, "format": FORMAT + 1}
     (newest / MANIFEST).write_text(json.dumps(newer))
     with pytest.raises(
-        BrokenCheckpoint, match=r"newer version of rankzero \(format 3, .*: update rankzero"
+        BrokenCheckpoint, match=r"newer version of rankzero \(format 4, .*: update rankzero"
     ):
         restore.load(newest)
     path, (problem,) = checkpoint_files.newest_intact(tmp_path / "checkpoints")

@@ -1,19 +1,27 @@
-"""Loading a checkpoint executes no code."""
+"""Every rank reads the newest intact checkpoint. Loading executes no code."""
 
 from __future__ import annotations
 
+import datetime
+import json
+import multiprocessing
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from rankzero.errors import UserError
+from rankzero.ranks import Ranks
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store.checkpoint_files import (
     BrokenCheckpoint,
 )
 from rankzero.training.checkpoints import restore
+from rankzero.training.distributed.world import World
+from support.checkpoints import damage_checkpoint, save_steps
 
 
 class Bomb:
@@ -51,3 +59,74 @@ def test_planted_pickle_is_not_executed(tmp_path: Path, place: str) -> None:
     with pytest.raises(Exception, match=r"(?i)weights.only|unsupported|legacy|magic|is refused"):
         restore.load(target)
     assert not (tmp_path / "executed").exists()
+
+
+ALONE = World(Ranks(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "no state", "torn manifest"])
+def test_newest_is_read_without_the_damaged_ones(tmp_path: Path, damage: str) -> None:
+    save_steps(tmp_path, {1: 0.1, 2: 0.2, 3: 0.3}, keep=3)
+    for step in (2, 3):
+        damage_checkpoint(tmp_path / f"checkpoints/step_0000000{step}", damage)
+    notices: list[str] = []
+    found = restore.read_newest(tmp_path / "checkpoints", ALONE, notices.append)
+    assert found is not None and found[0] == "step_00000001"
+    assert found[1]["weights"].tolist() == [1.0] * 3
+    assert len(notices) == 2 and all("skipped a checkpoint" in text for text in notices)
+
+
+def test_without_an_intact_checkpoint_nothing_is_read(tmp_path: Path) -> None:
+    assert restore.read_newest(tmp_path / "checkpoints", ALONE, pytest.fail) is None
+
+
+def test_refused_checkpoint_is_not_skipped(tmp_path: Path) -> None:
+    save_steps(tmp_path, {1: 0.1})
+    target = tmp_path / "checkpoints/step_00000002"
+    checkpoint_files.write(target, lambda path: torch.save({"x": Bomb()}, path), 2, {}, False)
+    with pytest.raises(UserError, match=r"is refused; to continue from .* delete this one"):
+        restore.read_newest(tmp_path / "checkpoints", ALONE, pytest.fail)
+
+
+def _read_as(rank: int, folder: Path, checkpoints: Path) -> None:
+    """Read as one of two ranks, and write what comes of it."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/group",
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=30),
+    )
+    world, notices = World(Ranks(rank=rank, world_size=2), torch.device("cpu")), list[str]()
+    try:
+        found = restore.read_newest(checkpoints, world, notices.append)
+        seen = [found and [found[0], found[1]["weights"].tolist()], len(notices)]
+    except Exception as error:
+        seen = [type(error).__name__, len(notices)]
+    (folder / f"{rank}.json").write_text(json.dumps(seen))
+
+
+@pytest.mark.parametrize("second", ["the same folder", "no folder", "a damaged copy"])
+def test_two_ranks_read_what_rank_0_has(tmp_path: Path, second: str) -> None:
+    """Rank 0's newest checkpoint is damaged, so both read the one before."""
+    folders = [tmp_path / name for name in ("here", "there")]
+    for folder in folders:
+        folder.mkdir()
+        save_steps(folder, {1: 0.1, 2: 0.2}, keep=2)
+    damage_checkpoint(folders[0] / "checkpoints/step_00000002", "flip")
+    damage_checkpoint(folders[1] / "checkpoints/step_00000001", "truncate")
+    theirs = {"the same folder": folders[0], "no folder": tmp_path / "none"}.get(second, folders[1])
+    fork = multiprocessing.get_context("fork")
+    ranks = [
+        fork.Process(target=_read_as, args=(rank, tmp_path, folder / "checkpoints"))
+        for rank, folder in enumerate((folders[0], theirs))
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    read = [["step_00000001", [1.0] * 3], 1]
+    assert seen[0] == read
+    # The damage of a copy is not rank 0's: that rank says so, and does not train on other weights.
+    assert seen[1] == (["UserError", 1] if second == "a damaged copy" else read)

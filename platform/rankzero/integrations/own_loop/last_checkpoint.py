@@ -26,13 +26,28 @@ def load(
     A collective. `folder`: rank 0's. `in_mlflow`: whether to look there if the disk has none.
     Raises UserError, on every rank, if MLflow does not answer or without a process group.
     """
-    world, found = world_of_process_group(), {}
+    world = world_of_process_group()
     if world is None and ranks.detect().world_size > 1:
         raise UserError("latest() needs the other ranks: call init_process_group before it")
     world = world or World(ranks.Ranks(), torch.device("cpu"))
+    kept = world.share(str(folder.checkpoints) if folder is not None else None)
+    last = restore.read_newest(Path(kept), world, notice)
+    if last is None and in_mlflow:
+        last = _download(folder, world, notice)
+    if last is None:
+        return None
+    name, state = last
+    return state, int(name.rpartition("_")[2])
+
+
+def _download(
+    folder: RunFolder | None, world: World, notice: Callable[[str], None]
+) -> tuple[str, dict[str, Any]] | None:
+    """Return the newest checkpoint that MLflow has, and its name. As `load`."""
+    found: dict[str, str] = {}
     if folder is not None:
         try:
-            path = _newest(folder, notice, in_mlflow=in_mlflow)
+            path = _newest_in_mlflow(folder, notice)
             found = {"path": str(path)} if path else {}
         except Exception as error:  # the others wait, whatever it is
             found = {"error": line_without_secrets(f"{type(error).__name__}: {error}")}
@@ -46,19 +61,15 @@ def load(
         return None
     place = Path(found["path"])
     seen = place if (place / checkpoint_files.MANIFEST).exists() else None
-    state = restore.read(seen, place.name, world)
-    return state, int(place.name.rpartition("_")[2])
+    return place.name, restore.read(seen, place.name, world)
 
 
-def _newest(folder: RunFolder, notice: Callable[[str], None], *, in_mlflow: bool) -> Path | None:
-    path, problems = checkpoint_files.newest_intact(folder.checkpoints)
-    for problem in problems:
-        notice(f"skipped a checkpoint: {problem}")
+def _newest_in_mlflow(folder: RunFolder, notice: Callable[[str], None]) -> Path | None:
     identity = folder.identity
     database = uris.sqlite_path(identity.tracking_uri)
     # The import of mlflow takes seconds.
-    if path is not None or not in_mlflow or (database is not None and uris.is_empty(database)):
-        return path
+    if database is not None and uris.is_empty(database):
+        return None
     from rankzero.housekeeping import download
     from rankzero.mlflow_store.client import MlflowRuns
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,18 @@ def load(folder: Path) -> dict[str, Any]:
 
     Raises BrokenCheckpoint, also if the state holds anything but tensors and plain values.
     """
-    checkpoint_files.verify(folder)
-    try:
-        return _load_tensors(folder / checkpoint_files.STATE)
-    except pickle.UnpicklingError as error:
-        raise BrokenCheckpoint(
-            f"{folder} holds more than tensors and plain values, and is refused"
-        ) from error
+    state, error = dict[str, Any](), None
+    # Computing the checksums takes as long as loading, and does not hold Python's lock.
+    with ThreadPoolExecutor(1) as pool:
+        verified = pool.submit(checkpoint_files.verify, folder)
+        try:
+            state = _load_tensors(folder / checkpoint_files.STATE, str(folder))
+        except Exception as raised:
+            error = raised
+    verified.result()
+    if error is not None:
+        raise error
+    return state
 
 
 def newest(
@@ -47,33 +53,52 @@ def newest(
 ) -> None:
     """Set `state` to rank 0's newest intact checkpoint, and leave it unchanged if there is none.
 
-    A collective. Ranks that see the folder read it. If any rank does not see it, rank 0 sends the
-    bytes. Raises UserError if the checkpoint does not fit, or if there is none and one is
+    A collective. Raises UserError if the checkpoint does not fit, or if there is none and one is
     `required`.
     """
-    path, problems = checkpoint_files.newest_intact(checkpoints)
-    for problem in problems:
-        notice(f"skipped a checkpoint: {problem}")
-    name = job.world.share(path.name if path else None)
-    if name is None:
+    found = read_newest(checkpoints, job.world, notice)
+    if found is None:
         if required:
             raise UserError(
                 "there is no intact checkpoint where rank 0 runs: resume on the machine that has "
                 "the run"
             )
         return
-    remedy = "to continue from the checkpoint before, delete this one"
+    name, saved = found
     try:
-        for text in _continue_from(read(path, name, job.world), name, job, state):
+        for text in _continue_from(saved, name, job, state):
             notice(text)
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
-    except BrokenCheckpoint as error:
-        raise UserError(f"{error}; {remedy}") from error
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"{name} holds more than tensors and plain values, and is refused; {remedy}"
-        ) from error
+
+
+def read_newest(
+    checkpoints: Path, world: World, notice: Callable[[str], None]
+) -> tuple[str, dict[str, Any]] | None:
+    """Return the name and the state of rank 0's newest intact checkpoint, or None without one.
+
+    A collective, only before a training attempt. Ranks that see the folder read it. If any rank
+    does not see it, rank 0 sends the bytes. Raises UserError if the state is refused.
+    """
+    paths = checkpoint_files.newest_first(checkpoints) if world.ranks.first else []
+    for name in world.share([path.name for path in paths]):
+        saved, error, damage = None, None, None
+        path = checkpoints / name
+        try:
+            exists = (path / checkpoint_files.MANIFEST).exists()
+            saved = read(path if exists else None, name, world)
+        except BrokenCheckpoint as broken:
+            error, damage = broken, checkpoint_files.problem_with(path)
+        damage = world.share(damage)
+        if damage is not None:
+            notice(f"skipped a checkpoint: {damage}")
+            continue
+        if error is not None or saved is None:
+            raise UserError(
+                f"{error}; to continue from the checkpoint before, delete this one"
+            ) from error
+        return name, saved
+    return None
 
 
 def _continue_from(
@@ -159,11 +184,20 @@ def read(path: Path | None, name: str, world: World) -> dict[str, Any]:
     if world.all(path is not None and path.name == name):
         assert path is not None
         return load(path)
-    content = (path / checkpoint_files.STATE).read_bytes() if path and world.ranks.first else b""
-    return _load_tensors(io.BytesIO(world.broadcast(content)))
+    sent = path if world.ranks.first else None
+    problem = world.share(checkpoint_files.problem_with(sent) if sent else None)
+    if problem is not None:
+        raise BrokenCheckpoint(problem)
+    content = (sent / checkpoint_files.STATE).read_bytes() if sent else b""
+    return _load_tensors(io.BytesIO(world.broadcast(content)), name)
 
 
-def _load_tensors(source: Path | io.BytesIO) -> dict[str, Any]:
-    # weights_only makes torch refuse, and not execute, any other pickled object.
-    state: dict[str, Any] = torch.load(source, map_location="cpu", weights_only=True)
+def _load_tensors(source: Path | io.BytesIO, name: str) -> dict[str, Any]:
+    try:
+        # weights_only makes torch refuse, and not execute, any other pickled object.
+        state: dict[str, Any] = torch.load(source, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise BrokenCheckpoint(
+            f"{name} holds more than tensors and plain values, and is refused"
+        ) from error
     return state
