@@ -17,8 +17,13 @@ from torch import Tensor
 from rankzero.errors import UserError
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Return `batch` with every tensor, and every other object that has ``to``, on `device`."""
+def to_device(
+    batch: Any, device: torch.device, copy_tensor: Callable[[Tensor], Tensor] | None = None
+) -> Any:
+    """Return `batch` with every tensor, and every other object that has ``to``, on `device`.
+
+    `copy_tensor` copies a tensor there, if given.
+    """
 
     def move(value: Any) -> Any:
         try:
@@ -27,7 +32,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
             # Not every class with a method ``to`` knows this argument.
             return value.to(device)
 
-    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True), move)
+    return map_tensors(batch, copy_tensor or move, move)
 
 
 def channels_last(batch: Any) -> Any:

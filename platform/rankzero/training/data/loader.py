@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 
 from rankzero.experiment import Experiment
 from rankzero.training.data import processes
-from rankzero.training.data.batch import to_device
+from rankzero.training.data.device_copy import DeviceCopier
 from rankzero.training.data.draws import SeededDraws
 from rankzero.training.data.order import BatchOrder, mix_in, shard
 from rankzero.training.data.samples import BatchMaker, Collate, batch_maker
@@ -113,6 +113,7 @@ class BatchLoader:
             for indices in batches:
                 yield [tensor.index_select(0, indices) for tensor in tensors]
             return
+        copy = DeviceCopier(self.device)
         for indices in batches:
             # A GPU copies from pinned memory by itself. From other memory the host would wait.
             batch = [
@@ -121,7 +122,7 @@ class BatchLoader:
             ]
             for tensor, rows in zip(tensors, batch, strict=True):
                 torch.index_select(tensor, 0, indices, out=rows)
-            yield to_device(batch, self.device)
+            yield copy(batch)
 
 
 def copied_ahead(indices: Iterable[Tensor], device: torch.device, ahead: int) -> Iterator[Tensor]:

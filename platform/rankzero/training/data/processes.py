@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from rankzero.launch import signals
 from rankzero.launch.failures import DescribedError, Failure
-from rankzero.training.data.batch import to_device
+from rankzero.training.data.device_copy import DeviceCopier
 
 MOST_WORKERS = 8
 PREFETCHED = 4  # batches for each loading process
@@ -83,11 +83,12 @@ def load(loader: DataLoader[Any], device: torch.device) -> Iterator[Any]:
     # tell the rank's signal, which must end them.
     with signals.held_back() if sys.platform == "linux" else contextlib.nullcontext():
         items = iter(loader)
+    copy = DeviceCopier(device)
     for item in items:
         if isinstance(item, Failure):
             raise DescribedError(item)
         if item is not None:
-            yield to_device(item[0], device), *item[1:]
+            yield copy(item[0]), *item[1:]
 
 
 def _unchanged(batch: Any) -> Any:
