@@ -1,9 +1,10 @@
-"""Measure how long a checkpoint of a GPT of 124 M holds up the training on a GPU.
+"""Measure how long a checkpoint holds up the training on a GPU, and how long it takes to load.
 
-    benchmarks/gpu/run_all.sh starts it: checkpoints.py OUT [--rounds 5]
+    benchmarks/gpu/run_all.sh starts it: checkpoints.py OUT [--rounds 5] [--model GptMedium]
 
 The time is that of a save and one step, until the GPU has done the step, less that of such a step
-alone. `torch.save` writes the same state. Then steps beside the thread that writes are timed.
+alone. `torch.save` writes the same state. Then steps beside the thread that writes are timed. Last,
+a resume's read of the newest checkpoint takes turns with `torch.load` of the same state.
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import models
 import torch
 from hand_written import synchronize
-from harness import machine
+from harness import machine, ratios
 from models import Gpt
 from pieces import device
 from torch import Tensor, nn, optim
 
 from rankzero.experiment import Goal
+from rankzero.ranks import Ranks
+from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints
+from rankzero.training.distributed.world import World
 
 STEPS_BESIDE = 10
 PLACE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -55,8 +60,7 @@ class Training:
         return [*self.model.parameters(), *self.model.buffers(), *kept]
 
 
-def begin() -> Training:
-    experiment = Gpt()
+def begin(experiment: Gpt) -> Training:
     model = experiment.model().to(PLACE)
     (text,) = (column.to(PLACE) for column in experiment.data()[1].tensors)
     training = Training(experiment, model, experiment.optimizer(model), (text,))
@@ -78,7 +82,8 @@ def measure(training: Training, folder: Path, rounds: int) -> dict[str, list[flo
     """Return the seconds of each save, by either way, and of the steps."""
     step, plain, checkpoints = training.step, folder / "plain.pt", Checkpoints(folder, 1, Goal())
     state = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
-    figures: dict[str, list[float]] = {name: [] for name in ("quiet", "save", "beside", "torch")}
+    names = ("quiet", "save", "beside", "torch", "load", "torch.load")
+    figures: dict[str, list[float]] = {name: [] for name in names}
     checkpoints.prepare(training.tensors)
     figures["beside the preparation"] = [timed(step) for _ in range(40)]
     for number in range(1, rounds + 2):
@@ -91,6 +96,10 @@ def measure(training: Training, folder: Path, rounds: int) -> dict[str, list[flo
         checkpoints.finish()
         figures["torch"].append(timed(lambda: torch.save(state, plain), step) - quiet)
     checkpoints.close()
+    read = functools.partial(restore.read_newest, folder / "checkpoints", World(Ranks(), PLACE))
+    for _ in range(rounds):
+        figures["torch.load"].append(timed(lambda: torch.load(plain, "cpu", weights_only=True)))
+        figures["load"].append(timed(lambda: read(print)))
     return figures
 
 
@@ -102,6 +111,7 @@ def summary(figures: dict[str, list[float]]) -> dict[str, Any]:
         "first": figures["save"][0] / usual,
         "later": {"median": statistics.median(later), "least": min(later), "most": max(later)},
         "step beside the writing": statistics.median(figures["beside"]),
+        "load over torch.load": ratios(figures["load"], figures["torch.load"]),
         "step beside the preparation": statistics.median(figures["beside the preparation"]) / quiet,
     }
 
@@ -110,12 +120,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", choices=("Gpt", "GptMedium"), default="Gpt")
     options = parser.parse_args()
+    training = begin(getattr(models, options.model)())
     with tempfile.TemporaryDirectory(dir=options.out) as temporary:
-        figures = measure(begin(), Path(temporary), options.rounds)
+        figures = measure(training, Path(temporary), options.rounds)
         size = (Path(temporary) / "plain.pt").stat().st_size
     found = {"machine": machine() | device(), "bytes": size, **summary(figures)}
-    (options.out / "checkpoints.json").write_text(
+    name = "checkpoints" if options.model == "Gpt" else f"checkpoints_{options.model}"
+    (options.out / f"{name}.json").write_text(
         json.dumps(found | {"seconds": figures}, indent=1) + "\n"
     )
     print(json.dumps({key: value for key, value in found.items() if key != "machine"}))

@@ -26,10 +26,14 @@ from typing import Any
 import torch
 from harness import machine, rankzero
 from pieces import device
+from torch import Tensor
 
 from rankzero.events import Noticed, RunEnded, StepsLogged, SystemSampled
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
+from rankzero.training.checkpoints.host_copy import kind_of
+from rankzero.training.checkpoints.pinned_memory import PinnedMemory
+from rankzero.training.data.device_copy import DeviceCopier, is_staged
 
 HERE = Path(__file__).parent
 DIGITS = HERE.parent.parent / "experiments" / "digits.py"
@@ -97,6 +101,59 @@ def data_parallel(folder: Path) -> dict[str, Any]:
         found[way] = max(abs(other[step] - alone[step]) for step in range(1, 6))
         assert found[way] < 0.05, found
     return found
+
+
+def cuda_graphs(folder: Path) -> dict[str, Any]:
+    """An experiment that compiles its model into CUDA graphs has the losses of a plain one."""
+    need_gpu()
+    plain, graphs = (
+        losses(train(folder, name, "train.steps=200", "train.eval_every=50"))
+        for name in ("Mlp", "MlpGraphs")
+    )
+    apart = max(abs(graphs[step] - loss) for step, loss in plain.items())
+    assert len(plain) == 200 and graphs.keys() == plain.keys() and apart < 1e-3, apart
+    return {"steps": len(plain), "most apart": apart}
+
+
+def refused_lock(_folder: Path) -> dict[str, Any]:
+    """Memory that CUDA refuses to lock stays ordinary memory, and no later kernel has the error."""
+    need_gpu()
+    source = torch.arange(1 << 20, device="cuda")
+    kind = kind_of(source)
+    assert kind is not None
+    memory = PinnedMemory([kind])
+    (target,) = memory.tensors()
+    first = torch.cuda.cudart().cudaHostRegister(target.data_ptr(), 4096, 0)
+    assert int(first) == 0, first
+    assert not memory.lock(), "CUDA has locked the same memory twice"
+    torch.cuda.cudart().cudaHostUnregister(target.data_ptr())
+    target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(target.cuda() + 1, source + 1)
+    memory.unlock()
+    return {"pinned": target.is_pinned()}
+
+
+def staged_copies(_folder: Path) -> dict[str, Any]:
+    """Batches of changing sizes that pass through a stage arrive whole, and stay as they were."""
+    need_gpu()
+    device = torch.device("cuda", 0)
+    copy, kept = DeviceCopier(device), list[tuple[int, list[Tensor]]]()
+    busy = torch.randn(4096, 4096, device=device)
+    torch.cuda.reset_peak_memory_stats()
+    for number in range(60):
+        size = 1 << (18 + number % 5)
+        batch = [
+            torch.full((size,), number, dtype=dtype).pin_memory()
+            for dtype in (torch.float32, torch.int64)
+        ]
+        assert all(map(is_staged, batch)), size
+        kept.append((number, copy(batch)))
+        del batch  # its pinned memory is used again
+        busy = busy @ busy * 1e-4
+    wrong = [number for number, batch in kept if any(bool((one != number).any()) for one in batch)]
+    assert not wrong, wrong
+    return {"batches": len(kept), "most MB": torch.cuda.max_memory_allocated() / 1e6}
 
 
 def demonstration(folder: Path) -> dict[str, Any]:
@@ -214,11 +271,12 @@ SIDE_BY_SIDE: tuple[Check, ...] = (
     nccl,
     exact_resume,
     data_parallel,
+    cuda_graphs,
     demonstration,
     one_gpu_for_two,
     energy,
 )
-ALONE: tuple[Check, ...] = (readings, out_of_memory, probe)
+ALONE: tuple[Check, ...] = (refused_lock, staged_copies, readings, out_of_memory, probe)
 NAMES = tuple(check.__name__ for check in (*SIDE_BY_SIDE, *ALONE))
 
 

@@ -3,13 +3,16 @@
 And a multilayer perceptron, whose step is all launches.
 
 With ``RANKZERO_SMALL=1`` both are tiny, to try the scripts on a CPU. The data are random: only the
-speed is of interest.
+speed is of interest. With ``RANKZERO_GATE=FOLDER`` a run waits for the file ``FOLDER/open``: many
+runs start side by side, and train one after the other.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import time
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn, optim
@@ -19,6 +22,15 @@ from torch.utils.data import TensorDataset
 from rankzero import Experiment, Goal, Train
 
 SMALL = os.environ.get("RANKZERO_SMALL") == "1"
+GATE = os.environ.get("RANKZERO_GATE")
+
+
+def wait_for_turn() -> None:
+    """Wait until the gate is open. Before, nothing of this run is on the GPU."""
+    if GATE is not None:
+        (Path(GATE) / "ready").touch()
+        while not (Path(GATE) / "open").exists():
+            time.sleep(0.02)
 
 
 class Block(nn.Module):
@@ -51,6 +63,8 @@ class ResNet18(Experiment):
     goal = Goal("val/loss", "min")
 
     def data(self) -> tuple[TensorDataset, TensorDataset]:
+        wait_for_turn()
+
         def noise(samples: int) -> TensorDataset:
             return TensorDataset(
                 torch.randn(samples, 3, 32, 32), torch.randint(10, (samples,), dtype=torch.long)
@@ -129,6 +143,7 @@ class Gpt(Experiment):
     goal = Goal("val/loss", "min")
 
     def data(self) -> tuple[TensorDataset, TensorDataset]:
+        wait_for_turn()
         words = 64 if SMALL else 50304
         train, val = (
             torch.randint(words, (self.train.batch_size * count, self.length + 1))
@@ -160,6 +175,8 @@ class Mlp(Experiment):
     goal = Goal("val/loss", "min")
 
     def data(self) -> tuple[TensorDataset, TensorDataset]:
+        wait_for_turn()
+
         def noise(samples: int) -> TensorDataset:
             return TensorDataset(
                 torch.randn(samples, 64), torch.randint(10, (samples,), dtype=torch.long)
@@ -176,3 +193,20 @@ class Mlp(Experiment):
     def measure(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         x, y = batch
         return {"loss": cross_entropy(model(x), y)}
+
+
+class MlpGraphs(Mlp):
+    """The same, compiled by the experiment itself into CUDA graphs."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.compile(mode="reduce-overhead")
+        return model
+
+
+class GptMedium(Gpt):
+    """GPT-2 medium: 355 million parameters, 4.3 GB with the state of AdamW."""
+
+    def model(self) -> nn.Module:
+        size = (64, self.length, 2, 32, 2) if SMALL else (50304, self.length, 24, 1024, 16)
+        return Transformer(*size)
