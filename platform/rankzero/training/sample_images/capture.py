@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from rankzero.events import PicturesTaken
 from rankzero.run_store import picture_files
 from rankzero.training import rng
-from rankzero.training.compiled_call import COMPILED_CALL
 from rankzero.training.sample_images.mistakes import (
     MAX_SHOWN,
     Mistakes,
@@ -33,6 +32,7 @@ from rankzero.training.sample_images.mistakes import (
     small,
 )
 from rankzero.training.sample_images.user_images import close_figures, images_of
+from rankzero.training.strategies.compiled_call import COMPILED_CALL
 
 MIN_SECONDS = 10.0
 """Seconds of training between pictures of a new best."""

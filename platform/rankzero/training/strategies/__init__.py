@@ -10,10 +10,10 @@ from torch import nn
 
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment, Train
-from rankzero.training.compiled_call import compile_whole
 from rankzero.training.data.batch import channels_last
 from rankzero.training.distributed.world import World
 from rankzero.training.strategies.base import Measure, Strategy
+from rankzero.training.strategies.compiled_call import compile_whole
 
 _SAME_SAMPLES = ("tp", "pp")
 """Strategies under which all ranks see the same samples."""

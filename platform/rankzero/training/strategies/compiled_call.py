@@ -1,7 +1,7 @@
 """The compiled call of a module, which PyTorch keeps in a private attribute.
 
 `nn.Module.compile` stores the compiled call there, and `nn.Module.__call__` calls it. Seen in
-PyTorch 2.11 and 2.15. tests/training/test_compiled_call.py fails once the names are gone.
+PyTorch 2.11 and 2.15. Once a name is gone, tests/training/strategies/test_compiled_call.py fails.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rankzero.training.compiled_call import COMPILED_CALL, compile_whole
+from rankzero.training.strategies.compiled_call import COMPILED_CALL, compile_whole
 
 
 class Widening(nn.Module):
