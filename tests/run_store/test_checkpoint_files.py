@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +201,34 @@ def test_each_piece_of_a_file_counts_in_its_place(tmp_path: Path, size: int) -> 
         (target / STATE).write_bytes(b"".join([pieces[1], pieces[0], *pieces[2:]]))
         with pytest.raises(BrokenCheckpoint, match="checksum does not match"):
             checkpoint_files.verify(target)
+
+
+def test_without_more_threads_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of a program no thread can start, and the last checkpoint is being written."""
+    monkeypatch.setattr(threading.Thread, "start", _cannot_start)
+    target = tmp_path / "checkpoints/step_00000001"
+    content = bytes(24 << 20)
+    checkpoint_files.write(target, lambda path: path.write_bytes(content), 1, {}, False)
+    assert checkpoint_files.verify(target, threads=4).step == 1
+
+
+def _cannot_start(_thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread at interpreter shutdown")
+
+
+def test_a_file_of_another_size_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_steps(tmp_path, {1: 0.1})
+    folder = tmp_path / "checkpoints/step_00000001"
+    with (folder / STATE).open("ab") as file:
+        file.truncate(1 << 40)
+    monkeypatch.setattr(os, "pread", lambda *_: pytest.fail("it has a terabyte"))
+    assert "truncated or altered" in (checkpoint_files.problem_with(folder) or "")
+    with pytest.raises(BrokenCheckpoint, match="truncated or altered"):
+        restore.load(folder)
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "sub/x", "..", ""])

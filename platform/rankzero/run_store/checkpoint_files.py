@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
 import shutil
+import stat
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from rankzero import ranks
 from rankzero.experiment import Goal
 from rankzero.run_store import disk
 
@@ -38,6 +41,10 @@ _MOST_THREADS = 8
 
 class BrokenCheckpoint(Exception):
     """A folder that is not an intact checkpoint of a known format. The message says why."""
+
+
+class RefusedCheckpoint(BrokenCheckpoint):
+    """An intact checkpoint that holds more than tensors and plain values."""
 
 
 def _torch_version() -> str:
@@ -96,8 +103,25 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def verify(folder: Path) -> Manifest:
-    """Return a checkpoint's manifest after comparing all checksums. Raises BrokenCheckpoint."""
+def verify(folder: Path, threads: int | None = None) -> Manifest:
+    """Return a checkpoint's manifest after comparing all checksums. Raises BrokenCheckpoint.
+
+    `threads`: those that compute, by default as many as this process has cores.
+    """
+    manifest = check_files(folder)
+    for name, expected in manifest.files.items():
+        checksum = _WHOLE if _WHOLE in expected else _PIECES
+        found = _checksum_of_file(folder / name, checksum, threads or _free_cores())
+        if found != expected.get(checksum):
+            raise _altered(folder / name)
+    return manifest
+
+
+def check_files(folder: Path) -> Manifest:
+    """Return a checkpoint's manifest after a look at its files. Raises BrokenCheckpoint.
+
+    It names plain files of this folder, and they have their sizes.
+    """
     manifest = read_manifest(folder)
     if not isinstance(manifest.files, dict) or STATE not in manifest.files:
         raise BrokenCheckpoint(f"{folder} has a manifest that does not name {STATE}")
@@ -107,18 +131,20 @@ def verify(folder: Path) -> Manifest:
             raise BrokenCheckpoint(
                 f"{folder} has a manifest that names {name!r}, which is no file of its own"
             )
-        checksum = _WHOLE if isinstance(expected, dict) and _WHOLE in expected else _PIECES
-        if _size_and_checksum(folder / name, checksum, os.cpu_count() or 1) != expected:
-            raise BrokenCheckpoint(
-                f"{folder / name} is truncated or altered: its checksum does not match"
-            )
+        try:
+            found = (folder / name).stat()
+        except OSError as error:
+            raise BrokenCheckpoint(f"{folder / name} cannot be read: {error}") from error
+        sized = isinstance(expected, dict) and expected.get("bytes") == found.st_size
+        if not sized or not stat.S_ISREG(found.st_mode):
+            raise _altered(folder / name)
     return manifest
 
 
-def problem_with(folder: Path) -> str | None:
-    """Return why a checkpoint cannot be used, or None if it is intact."""
+def problem_with(folder: Path, threads: int | None = None) -> str | None:
+    """Return why a checkpoint cannot be used, or None if it is intact. As `verify`."""
     try:
-        verify(folder)
+        verify(folder, threads)
     except BrokenCheckpoint as error:
         return str(error)
     return None
@@ -199,8 +225,9 @@ def write(
     try:
         temporary.mkdir()
         save_state(temporary / STATE)
-        # With one thread: this one runs beside the training.
-        files = {STATE: _size_and_checksum(temporary / STATE, _PIECES, threads=1)}
+        # This thread alone, because it runs beside the training.
+        checksum = _checksum_of_file(temporary / STATE, _PIECES, threads=1)
+        files = {STATE: {_PIECES: checksum, "bytes": (temporary / STATE).stat().st_size}}
         manifest = Manifest(step, metrics, best, files, world_size)
         (temporary / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
         replace(temporary, target, sync)
@@ -303,19 +330,46 @@ def _checksum_of(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
-def _size_and_checksum(path: Path, checksum: str, threads: int) -> dict[str, Any]:
+def _altered(path: Path) -> BrokenCheckpoint:
+    return BrokenCheckpoint(f"{path} is truncated or altered: its checksum does not match")
+
+
+def _free_cores() -> int:
+    """Return how many cores this process has, if its machine's other ranks want as many."""
+    known = os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1)
+    return max(1, len(known) // ranks.detect().local_world_size)
+
+
+def _checksum_of_file(path: Path, checksum: str, threads: int) -> str:
     try:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
             if checksum == _WHOLE:
-                return {_WHOLE: hashlib.file_digest(file, "sha256").hexdigest(), "bytes": size}
-
-            def piece(offset: int) -> bytes:
-                return hashlib.sha256(os.pread(file.fileno(), _PIECE_BYTES, offset)).digest()
-
-            # SHA-256 takes twice the time of `torch.load`, and does not hold Python's lock.
-            with ThreadPoolExecutor(min(threads, _MOST_THREADS)) as pool:
-                digests = b"".join(pool.map(piece, range(0, size, _PIECE_BYTES)))
+                return hashlib.file_digest(file, "sha256").hexdigest()
+            piece = functools.partial(_piece_digest, file.fileno())
+            offsets = range(0, os.fstat(file.fileno()).st_size, _PIECE_BYTES)
+            return hashlib.sha256(b"".join(_in_threads(piece, offsets, threads))).hexdigest()
     except OSError as error:
         raise BrokenCheckpoint(f"{path} cannot be read: {error}") from error
-    return {_PIECES: hashlib.sha256(digests).hexdigest(), "bytes": size}
+
+
+def _piece_digest(descriptor: int, offset: int) -> bytes:
+    digest, end = hashlib.sha256(), offset + _PIECE_BYTES
+    # Some file systems return less than they are asked for.
+    while offset < end and (content := os.pread(descriptor, end - offset, offset)):
+        digest.update(content)
+        offset += len(content)
+    return digest.digest()
+
+
+def _in_threads(
+    call: Callable[[int], bytes], values: Sequence[int], threads: int
+) -> Iterable[bytes]:
+    if threads > 1 and len(values) > 1:
+        # SHA-256 takes twice the time of `torch.load`, and does not hold Python's lock. No thread
+        # can start under a limit of processes, and at the end of a program.
+        with (
+            contextlib.suppress(RuntimeError),
+            ThreadPoolExecutor(min(threads, _MOST_THREADS)) as pool,
+        ):
+            return list(pool.map(call, values))
+    return map(call, values)

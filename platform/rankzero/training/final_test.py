@@ -69,9 +69,7 @@ def evaluate_best(
     if name is None:
         notice(f"the run keeps no checkpoint: the last weights, of step {step}, are tested")
     else:
-        # The machine of another rank may not have the checkpoint.
-        own = checkpoints / name
-        saved = restore.read(own if own.exists() else None, name, world)
+        saved = restore.read(checkpoints / name, world)
         step = saved["step"]
         if path and checkpoint_files.read_manifest(path).metrics.get(goal.metric) != state.best:
             notice(f"the best evaluation has no checkpoint: that of step {step} is tested")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import json
 import multiprocessing
 import pickle
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,27 +109,65 @@ def _read_as(rank: int, folder: Path, checkpoints: Path) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(seen))
 
 
-@pytest.mark.parametrize("second", ["the same folder", "no folder", "a damaged copy"])
+@pytest.mark.parametrize("second", ["the same folder", "no folder", "a damaged copy", "another"])
 def test_two_ranks_read_what_rank_0_has(tmp_path: Path, second: str) -> None:
     """Rank 0's newest checkpoint is damaged, so both read the one before."""
     folders = [tmp_path / name for name in ("here", "there")]
-    for folder in folders:
-        folder.mkdir()
-        save_steps(folder, {1: 0.1, 2: 0.2}, keep=2)
+    folders[0].mkdir()
+    save_steps(folders[0], {1: 0.1, 2: 0.2}, keep=2)
     damage_checkpoint(folders[0] / "checkpoints/step_00000002", "flip")
-    damage_checkpoint(folders[1] / "checkpoints/step_00000001", "truncate")
-    theirs = {"the same folder": folders[0], "no folder": tmp_path / "none"}.get(second, folders[1])
+    match second:
+        case "the same folder":
+            folders[1] = folders[0]
+        case "a damaged copy":
+            shutil.copytree(folders[0], folders[1])
+            damage_checkpoint(folders[1] / "checkpoints/step_00000001", "flip")
+        case "another":
+            folders[1].mkdir()
+            save_steps(folders[1], {2: 0.2}, keep=2)
+            target = folders[1] / "checkpoints/step_00000001"
+            other = {"weights": torch.zeros(3)}
+            checkpoint_files.write(target, lambda path: torch.save(other, path), 1, {}, False)
+    assert _seen_by_two(tmp_path, folders) == [
+        [["step_00000001", [1.0] * 3], 1],
+        [["step_00000001", [1.0] * 3], 0],
+    ]
+
+
+def test_all_ranks_know_that_the_state_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    save_steps(tmp_path / "there", {1: 0.1})
+    target = tmp_path / "there/checkpoints/step_00000002"
+    checkpoint_files.write(target, lambda path: torch.save({"x": Bomb()}, path), 2, {}, False)
+    # Only rank 0 has the folder, and its state is refused.
+    seen = _seen_by_two(tmp_path, [tmp_path / "there", tmp_path / "none"])
+    assert seen == [["UserError", 0], ["UserError", 0]]
+
+
+def _seen_by_two(tmp_path: Path, folders: Sequence[Path]) -> list[Any]:
+    """Return what two ranks read of these folders, or their errors, and how many notices."""
     fork = multiprocessing.get_context("fork")
     ranks = [
         fork.Process(target=_read_as, args=(rank, tmp_path, folder / "checkpoints"))
-        for rank, folder in enumerate((folders[0], theirs))
+        for rank, folder in enumerate(folders)
     ]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join(60)
-    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
-    read = [["step_00000001", [1.0] * 3], 1]
-    assert seen[0] == read
-    # The damage of a copy is not rank 0's: that rank says so, and does not train on other weights.
-    assert seen[1] == (["UserError", 1] if second == "a damaged copy" else read)
+    return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_a_damaged_state_is_not_kept(tmp_path: Path) -> None:
+    """Neither in the error, nor in its traceback: it may be as large as the memory."""
+    save_steps(tmp_path, {1: 0.1})
+    damage_checkpoint(tmp_path / "checkpoints/step_00000001", "flip")
+    gc.collect()
+    gc.disable()
+    try:
+        assert restore.read_newest(tmp_path / "checkpoints", ALONE, str) is None
+        states = [one for one in gc.get_objects() if type(one) is dict and "weights" in one]
+        kept = [one for one in states if isinstance(one["weights"], torch.Tensor)]
+    finally:
+        gc.enable()
+    assert not kept

@@ -49,6 +49,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("copies", found))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: kernels)
     monkeypatch.setattr(torch.cuda, "stream", current)
+    monkeypatch.setattr(Tensor, "record_stream", lambda memory, stream: None)
     monkeypatch.setattr(device_copy, "is_staged", lambda tensor: tensor.nbytes >= STAGED_BYTES)
     return found
 

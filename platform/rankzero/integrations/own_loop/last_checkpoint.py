@@ -12,7 +12,6 @@ from rankzero import ranks
 from rankzero.errors import UserError
 from rankzero.mlflow_store import uris
 from rankzero.redaction.text import line_without_secrets
-from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder
 from rankzero.training.checkpoints import restore
 from rankzero.training.distributed.world import World, world_of_process_group
@@ -31,7 +30,7 @@ def load(
         raise UserError("latest() needs the other ranks: call init_process_group before it")
     world = world or World(ranks.Ranks(), torch.device("cpu"))
     kept = world.share(str(folder.checkpoints) if folder is not None else None)
-    last = restore.read_newest(Path(kept), world, notice)
+    last = restore.read_newest(Path(kept), world, notice) if kept is not None else None
     if last is None and in_mlflow:
         last = _download(folder, world, notice)
     if last is None:
@@ -60,8 +59,7 @@ def _download(
     if "path" not in found:
         return None
     place = Path(found["path"])
-    seen = place if (place / checkpoint_files.MANIFEST).exists() else None
-    return place.name, restore.read(seen, place.name, world)
+    return place.name, restore.read(place, world)
 
 
 def _newest_in_mlflow(folder: RunFolder, notice: Callable[[str], None]) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import pickle
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import torch
 
 from rankzero.errors import UserError
 from rankzero.run_store import checkpoint_files
-from rankzero.run_store.checkpoint_files import BrokenCheckpoint
+from rankzero.run_store.checkpoint_files import BrokenCheckpoint, RefusedCheckpoint
 from rankzero.training import rng, strategies
 from rankzero.training.data.stream import StreamLoader
 from rankzero.training.distributed.world import World
@@ -29,18 +30,22 @@ def load(folder: Path) -> dict[str, Any]:
 
     Raises BrokenCheckpoint, also if the state holds anything but tensors and plain values.
     """
-    state, error = dict[str, Any](), None
+    checkpoint_files.check_files(folder)
+    found, error = dict[str, Any](), None
     # Computing the checksums takes as long as loading, and does not hold Python's lock.
     with ThreadPoolExecutor(1) as pool:
-        verified = pool.submit(checkpoint_files.verify, folder)
+        problem = pool.submit(checkpoint_files.problem_with, folder)
         try:
-            state = _load_tensors(folder / checkpoint_files.STATE, str(folder))
+            found = _load_tensors(folder / checkpoint_files.STATE, str(folder))
         except Exception as raised:
             error = raised
-    verified.result()
+    if text := problem.result():
+        # The error keeps this frame, and must not keep the state.
+        found = {}
+        raise BrokenCheckpoint(text)
     if error is not None:
         raise error
-    return state
+    return found
 
 
 def newest(
@@ -77,27 +82,28 @@ def read_newest(
 ) -> tuple[str, dict[str, Any]] | None:
     """Return the name and the state of rank 0's newest intact checkpoint, or None without one.
 
-    A collective, only before a training attempt. Ranks that see the folder read it. If any rank
-    does not see it, rank 0 sends the bytes. Raises UserError if the state is refused.
+    A collective, only before a training attempt. Raises UserError, on every rank, if rank 0 cannot
+    read the folder, or if the state is refused.
     """
-    paths = checkpoint_files.newest_first(checkpoints) if world.ranks.first else []
-    for name in world.share([path.name for path in paths]):
-        saved, error, damage = None, None, None
-        path = checkpoints / name
+    found: dict[str, Any] = {}
+    if world.ranks.first:
         try:
-            exists = (path / checkpoint_files.MANIFEST).exists()
-            saved = read(path if exists else None, name, world)
-        except BrokenCheckpoint as broken:
-            error, damage = broken, checkpoint_files.problem_with(path)
-        damage = world.share(damage)
-        if damage is not None:
-            notice(f"skipped a checkpoint: {damage}")
-            continue
-        if error is not None or saved is None:
-            raise UserError(
-                f"{error}; to continue from the checkpoint before, delete this one"
-            ) from error
-        return name, saved
+            paths = checkpoint_files.newest_first(checkpoints)
+            found = {"names": [path.name for path in paths]}
+        except OSError as error:  # the others wait
+            found = {"error": f"the checkpoints cannot be read: {error}"}
+    found = world.share(found)
+    if "error" in found:
+        raise UserError(found["error"])
+    for name in found["names"]:
+        try:
+            return name, read(checkpoints / name, world)
+        except RefusedCheckpoint as error:
+            text = f"{error}; to continue from the checkpoint before, delete this one"
+            raise UserError(text) from error
+        except BrokenCheckpoint as error:
+            if world.ranks.first:
+                notice(f"skipped a checkpoint: {error}")
     return None
 
 
@@ -176,20 +182,40 @@ def _layout(job: TrainingContext) -> str:
     return strategies.layout(job.experiment.train.strategy, job.world.size)
 
 
-def read(path: Path | None, name: str, world: World) -> dict[str, Any]:
-    """Return the state of rank 0's checkpoint `name`, as `load` does. Collective.
+def read(path: Path, world: World) -> dict[str, Any]:
+    """Return the state of rank 0's checkpoint, as `load` does. Collective.
 
-    `path`: a checkpoint that this rank sees, or None. Without that one, rank 0 sends the bytes.
+    Each rank that has the same one at `path` reads that. If a rank has none, or a damaged copy,
+    rank 0 sends the bytes. Raises BrokenCheckpoint, on every rank, if rank 0's is not usable.
     """
-    if world.all(path is not None and path.name == name):
-        assert path is not None
-        return load(path)
-    sent = path if world.ranks.first else None
-    problem = world.share(checkpoint_files.problem_with(sent) if sent else None)
+    state, error = None, None
+    seen = _manifest_digest(path)
+    if world.all(seen == world.share(seen)):
+        try:
+            state = load(path)
+        except BrokenCheckpoint as raised:
+            error = raised
+        if world.all(state is not None):
+            assert state is not None
+            return state
+    elif world.ranks.first and (text := checkpoint_files.problem_with(path)):
+        error = BrokenCheckpoint(text)
+    state = None
+    problem = world.share(error and [str(error), isinstance(error, RefusedCheckpoint)])
     if problem is not None:
-        raise BrokenCheckpoint(problem)
-    content = (sent / checkpoint_files.STATE).read_bytes() if sent else b""
-    return _load_tensors(io.BytesIO(world.broadcast(content)), name)
+        text, is_refused = problem
+        raise (RefusedCheckpoint if is_refused else BrokenCheckpoint)(text) from error
+    content = (path / checkpoint_files.STATE).read_bytes() if world.ranks.first else b""
+    return _load_tensors(io.BytesIO(world.broadcast(content)), path.name)
+
+
+def _manifest_digest(checkpoint: Path) -> str | None:
+    """Return what is equal for equal checkpoints, or None without a manifest here."""
+    try:
+        content = (checkpoint / checkpoint_files.MANIFEST).read_bytes()
+    except OSError:
+        return None
+    return hashlib.sha256(content).hexdigest()
 
 
 def _load_tensors(source: Path | io.BytesIO, name: str) -> dict[str, Any]:
@@ -197,7 +223,7 @@ def _load_tensors(source: Path | io.BytesIO, name: str) -> dict[str, Any]:
         # weights_only makes torch refuse, and not execute, any other pickled object.
         state: dict[str, Any] = torch.load(source, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise BrokenCheckpoint(
+        raise RefusedCheckpoint(
             f"{name} holds more than tensors and plain values, and is refused"
         ) from error
     return state

@@ -193,7 +193,7 @@ class Checkpoints:
         # file that is to stay, so it happens only if something is to go, and once an attempt.
         while doomed := checkpoint_files.superseded(manifests, self._keep, self._goal, written):
             for path in manifests.keys() - set(doomed) - self._intact.keys():
-                self._intact[path] = checkpoint_files.problem_with(path) is None
+                self._intact[path] = checkpoint_files.problem_with(path, threads=1) is None
             usable = {
                 path: manifest
                 for path, manifest in manifests.items()

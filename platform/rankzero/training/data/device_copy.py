@@ -18,8 +18,8 @@ class DeviceCopier:
 
     A copy on the stream of the kernels would begin after the kernels of all steps before. So a
     large tensor is copied on a stream of its own to a stage on the GPU, and from there by the
-    stream of the kernels, twenty times as fast. The stages take the memory of one batch, however
-    far the host is ahead.
+    stream of the kernels, at the speed of the GPU's memory. The stages take the memory of one
+    batch, however far the host is ahead.
     """
 
     def __init__(self, device: torch.device) -> None:
