@@ -75,16 +75,18 @@ class Table:
         """Return a run. A hopeless configuration has two seeds only."""
         return self.rows.get((key, seed)) or self.rows[key, SEARCH_SEEDS[seed % 2]]
 
-    def search_seed(self, number: int, trial: object) -> int:
-        """Return the seed of a trial in this replay: its luck.
+    def search_seed(self, number: int, trial: object, again: int = 0) -> int:
+        """Return the seed of a trial in this replay: its luck. `again`: its training, from 0.
 
         In a hard table, another trial of the same cell has another one. A small change of the
         learning rate is a new draw, too.
         """
         if self.second == "train.precision":
-            return SEARCH_SEEDS[number % 2]
+            return SEARCH_SEEDS[(number + again) % 2]
         seeds: list[int] = [*SEARCH_SEEDS, *MORE_SEARCH_SEEDS]
-        return random.Random(f"{number} {trial}").choice(seeds)
+        # The others follow in a row.
+        first = seeds.index(random.Random(f"{number} {trial}").choice(seeds))
+        return seeds[(first + again) % len(seeds)]
 
     def seconds_to_target(self, key: Key, seed: int) -> float:
         """Return the training seconds to the target; if it is missed, `missed` or `NEVER`."""

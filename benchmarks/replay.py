@@ -64,8 +64,9 @@ class ReplayLauncher:
     ) -> ReplayRunning:
         key = key_of(self.table, self.space, experiment)
         asked = experiment.train.seed
-        luck = self.table.search_seed(self.number, experiment.lr)
-        seed = luck if asked < NEW_SEED else CONFIRM_SEEDS[asked - NEW_SEED]
+        again = asked - self.table.own.train.seed
+        luck = self.table.search_seed(self.number, experiment.lr, again)
+        seed = luck if again < NEW_SEED else CONFIRM_SEEDS[again - NEW_SEED]
         self.seconds += self.table.fixed_seconds
         return ReplayRunning(self, experiment, name, self.table.row(key, seed))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from rankzero.tuning.space import (
 from rankzero.tuning.study import Study, find_study, open_study
 from rankzero.tuning.trial import State, Trial, Trials
 from rankzero.tuning.verdict.decide import Verdict
-from support.fake_launcher import FakeLauncher
+from support.fake_launcher import FakeLauncher, FakeRunning, Fate
 
 
 class Mine(Experiment):
@@ -88,6 +90,23 @@ def find(search: Searcher) -> Study:
 
 def drawn(study: Study) -> list[tuple[Any, ...]]:
     return [tuple(sorted(trial.parameters.items())) for trial in study.trials()]
+
+
+def by_trial(fates: Mapping[int, str], *, seed: int = 0) -> Fate:
+    """Return the fates of trials by number, on one of their seeds."""
+    number = -1
+
+    def fate(_number: int, experiment: Experiment) -> str:
+        nonlocal number
+        number += experiment.train.seed == 0
+        return fates.get(number, "") if experiment.train.seed == seed else ""
+
+    return fate
+
+
+def firsts(launcher: FakeLauncher) -> list[FakeRunning]:
+    """Return the first training of each trial."""
+    return [one for one in launcher.running if one.experiment.train.seed == 0]
 
 
 def of(study: Study, state: str) -> list[Trial]:
@@ -150,7 +169,8 @@ def test_trials_neither_keep_checkpoints_nor_train_beyond_the_target(search: Sea
 
 def test_confirmations_use_new_seeds_interleaved(search: Searcher) -> None:
     found, _, launcher, _ = search(trials=6)
-    confirmed = [experiment.train.seed for experiment in launcher.started[6:]]
+    seeds = [experiment.train.seed for experiment in launcher.started]
+    confirmed = [seed for seed in seeds if seed >= 1000]
     assert set(confirmed) == {1000, 1001, 1002} and confirmed == sorted(confirmed)
     assert [run.seed for run in found.reference.runs] == [1000, 1001, 1002]
 
@@ -214,7 +234,7 @@ def test_a_machine_without_a_counter_of_energy_is_named(search: Searcher) -> Non
 def test_a_trial_that_fails_does_not_end_the_search(
     search: Searcher, fate: str, state: str, constraints: dict[str, float]
 ) -> None:
-    launcher = FakeLauncher(lambda number, _: fate if number == 2 else "")
+    launcher = FakeLauncher(by_trial({2: fate}))
     found, study, _, _ = search(launcher, trials=6, silence_seconds=0.05)
     failed = study.trials()[2]
     assert failed.state == state and failed.constraints == constraints and not failed.feasible
@@ -242,9 +262,93 @@ def test_a_trial_that_cannot_win_is_stopped(search: Searcher) -> None:
     stopped = of(study, "PRUNED")
     assert stopped
     for trial in stopped:
-        assert launcher.running[trial.number].asked == [f"prune: {trial.facts['reason']}"]
+        assert firsts(launcher)[trial.number].asked == [f"prune: {trial.facts['reason']}"]
         assert str(trial.facts["reason"]).startswith(("cannot beat the best", "worse than others"))
-        assert trial.value is None and launcher.running[trial.number].closed
+        assert trial.value is None and firsts(launcher)[trial.number].closed
+
+
+class Lucky(FakeLauncher):
+    """On its first seed, a batch of 64 is much faster than on others."""
+
+    def speed(self, experiment: Experiment) -> float:
+        is_lucky = experiment.train.batch_size == 64 and experiment.train.seed == 0
+        return super().speed(experiment) * (1.8 if is_lucky else 1.0)
+
+
+def test_a_trial_that_would_lead_is_trained_on_three_seeds(search: Searcher) -> None:
+    _, study, launcher, _ = search(Lucky(), trials=8)
+    trials, best = study.trials(), math.inf
+    seeds = {
+        trial.number: {
+            one.experiment.train.seed
+            for one in launcher.running
+            if one.name.startswith(f"s-t{trial.number:02d}")
+        }
+        for trial in trials
+    }
+    assert seeds[0] == {0} and "values" not in trials[0].facts, "the reference has no rival"
+    for trial in trials:
+        values = trial.facts.get("values", [trial.value])
+        if trial.feasible:
+            assert len(seeds[trial.number]) == len(values)
+            assert trial.value == pytest.approx(statistics.geometric_mean(values))
+            assert len(values) == 3 or trial.value >= best or trial.number == 0
+            best = min(best, trial.rank)
+    lucky = next(one for one in trials if one.facts["batch_size"] == 64 and one.feasible)
+    first, second, *_ = lucky.facts["values"]
+    assert second > 1.5 * first and lucky.value is not None and lucky.value > 1.2 * first
+
+
+def test_a_trial_that_misses_the_target_on_another_seed_does_not_lead(search: Searcher) -> None:
+    class Unreliable(FakeLauncher):
+        def quality(self, experiment: Experiment, samples: float) -> float:
+            fails = experiment.train.batch_size == 128 and experiment.train.seed == 1
+            return super().quality(experiment, samples) * (0.5 if fails else 1.0)
+
+    found, study, _, _ = search(Unreliable(), trials=8)
+    missed = [one for one in study.trials() if one.facts.get("batch_size") == 128]
+    assert missed and not any(one.feasible for one in missed)
+    assert all(one.batch_size != 128 for one in (found.winner, found.reference))
+
+
+def test_a_crash_on_another_seed_leaves_the_result_of_the_first(search: Searcher) -> None:
+    _, study, _, _ = search(trials=7)
+    leads = next(one for one in study.trials() if "values" in one.facts)
+    launcher = FakeLauncher(by_trial({leads.number: "crash"}, seed=1))
+    _, study, _, _ = search(launcher, trials=7, name="crashes")
+    kept = study.trials()[leads.number]
+    assert kept.feasible and kept.value == leads.facts["values"][0] and "values" not in kept.facts
+
+
+@pytest.mark.parametrize("fate", ["ctrl-c", "lost"])
+def test_a_trial_that_is_interrupted_on_another_seed_is_tried_again(
+    search: Searcher, tmp_path: Path, fate: str
+) -> None:
+    whole, study, _, _ = search(trials=7)
+    expected = drawn(study)
+    leads = next(one.number for one in study.trials() if "values" in one.facts)
+    (tmp_path / "studies.db").unlink()
+    launcher = FakeLauncher(by_trial({leads: fate}, seed=1))
+    if fate == "ctrl-c":
+        with pytest.raises(KeyboardInterrupt):
+            search(launcher, trials=7)
+        launcher = FakeLauncher()
+    again, study, _, _ = search(launcher, trials=7)
+    assert study.abandoned == [leads] and not of(study, "RUNNING")
+    assert drawn(study)[:leads] + drawn(study)[leads + 1 :] == expected
+    assert again.winner.settings == whole.winner.settings
+
+
+def test_the_limit_of_a_trial_grows_with_the_noise_among_seeds() -> None:
+    def trial(number: int, **facts: Any) -> Trial:
+        return Trial(number, "COMPLETE", {}, 1.0, {"quality": 0.0}, facts)
+
+    assert next_trial.noise(Trials([trial(0)])) is None
+    several = [trial(0), trial(1, values=[1.0, math.e]), trial(2, values=[5.0, 5.0])]
+    assert next_trial.noise(Trials(several)) == pytest.approx(0.5)
+    # A copy of a result shows nothing.
+    copied = trial(3, values=[1.0, math.e], same_as=1)
+    assert next_trial.noise(Trials([*several, copied])) == pytest.approx(0.5)
 
 
 def test_a_failing_reference_ends_the_search_with_its_reason(search: Searcher) -> None:
@@ -258,10 +362,10 @@ def test_an_interrupted_study_has_the_same_trials_as_one_that_was_not(
     whole, study, _, _ = search(trials=9)
     expected, confirmed = drawn(study), whole.winner.trial
     (tmp_path / "studies.db").unlink()
-    launcher = FakeLauncher(lambda number, _: "ctrl-c" if number == 5 else "")
+    launcher = FakeLauncher(by_trial({5: "ctrl-c"}))
     with pytest.raises(KeyboardInterrupt):
         search(launcher, trials=9)
-    assert launcher.running[5].asked == ["stop"] and launcher.running[5].closed
+    assert firsts(launcher)[5].asked == ["stop"] and firsts(launcher)[5].closed
     again, study, _, _ = search(trials=9)
     lost = of(study, "FAIL")
     assert [trial.number for trial in lost] == [5]
@@ -270,9 +374,14 @@ def test_an_interrupted_study_has_the_same_trials_as_one_that_was_not(
 
 
 def test_an_interrupted_confirmation_resumes(search: Searcher) -> None:
-    launcher = FakeLauncher(lambda number, _: "ctrl-c" if number == 8 else "")
+    begun: list[int] = []
+
+    def fate(_number: int, experiment: Experiment) -> str:
+        begun.extend([experiment.train.seed] if experiment.train.seed >= 1000 else [])
+        return "ctrl-c" if len(begun) == 4 else ""
+
     with pytest.raises(KeyboardInterrupt):
-        search(launcher, trials=5)
+        search(FakeLauncher(fate), trials=5)
     _, study, second, _ = search(trials=5)
     assert len(second.started) == len(study.facts["confirmations"]) - 3
 
@@ -483,9 +592,8 @@ def test_nothing_is_trained_twice_and_a_small_space_ends(search: Searcher) -> No
 
     _, study, launcher, _ = search(experiment=Small(), trials=10, sampler="grid")
     assert {experiment.train.batch_size for experiment in launcher.started[:2]} == {32, 64}
-    assert all(
-        experiment.train.seed >= 1000 for experiment in launcher.started[2:]
-    )  # confirmations only
+    # Then the second trial on other seeds, and confirmations.
+    assert 0 not in [experiment.train.seed for experiment in launcher.started[2:]]
     repeats = [trial for trial in study.trials() if "same_as" in trial.facts]
     assert repeats and all(
         trial.value == study.trials()[trial.facts["same_as"]].value for trial in repeats
@@ -495,7 +603,7 @@ def test_nothing_is_trained_twice_and_a_small_space_ends(search: Searcher) -> No
 def test_a_trial_that_its_host_took_along_is_tried_again_and_counts_for_nothing(
     search: Searcher,
 ) -> None:
-    launcher = FakeLauncher(lambda number, _: "lost" if number in (0, 3) else "")
+    launcher = FakeLauncher(by_trial({0: "lost", 3: "lost"}))
     _, study, _, lines = search(launcher, trials=8)
     assert study.abandoned == [0, 3] and len(ended(study.trials())) == 8
     known = {number: study.trials()[number].parameters for number in (0, 1, 3, 4)}
@@ -622,9 +730,7 @@ def test_trials_choose_among_numbers_of_devices(search: Searcher, tmp_path: Path
     found, study, launcher, lines = search(devices=(1, 2, 4), trials=14)
     trials = study.trials()
     assert trials[0].parameters[DEVICES] == 1 and launcher.running[0].devices == 1
-    assert [one.devices for one in launcher.running[:14]] == [
-        one.parameters[DEVICES] for one in trials
-    ]
+    assert [one.devices for one in firsts(launcher)] == [one.parameters[DEVICES] for one in trials]
     assert {devices_of(study, one.number) for one in trials} == {1, 2, 4}
     assert [texts_of(one)[-1] for one in trials] == [str(one.parameters[DEVICES]) for one in trials]
     assert found.beaten and found.winner.devices == 4 and found.winner.settings[DEVICES] == 4
@@ -645,7 +751,7 @@ def test_an_interrupted_search_of_devices_goes_on_to_the_same_verdict(
     expected = drawn(study)
     (tmp_path / "studies.db").unlink()
     with pytest.raises(KeyboardInterrupt):
-        search(FakeLauncher(lambda number, _: "ctrl-c" if number == 4 else ""), **two)
+        search(FakeLauncher(by_trial({4: "ctrl-c"})), **two)
     again, study, _, _ = search(**two)
     assert drawn(study)[:4] + drawn(study)[5:] == expected
     assert again.winner.settings == whole.winner.settings

@@ -58,6 +58,12 @@ class Budget:
         # The time of the confirmation is kept free.
         return self._options.minutes is None or self._fits(self._confirmation_seconds(trials))
 
+    def allows_another_seed(self) -> bool:
+        """Return whether there is time to train a trial on another seed."""
+        return self._options.minutes is None or self._fits(
+            self._confirmation_seconds(self._study.trials())
+        )
+
     def is_spent_before(self, number: int) -> bool:
         """Return whether the trials before this one used up the budget.
 

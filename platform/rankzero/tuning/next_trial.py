@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from rankzero.confidence import pooled_deviation
 from rankzero.search_ranges import Choice, Integer, Range
 from rankzero.tuning.learning_curve import CurvePoint
 from rankzero.tuning.objective import MEMORY
@@ -209,6 +210,15 @@ def reference_trial(trials: Trials, space: Space) -> Trial | None:
 def best_value(trials: Trials) -> float | None:
     """Return the lowest value of a feasible trial, or None."""
     return min((one.rank for one in trials.fastest.values()), default=None)
+
+
+def noise(trials: Trials) -> float | None:
+    """Return by how much a configuration's value varies among seeds, as a logarithm.
+
+    None as long as no trial was trained on several seeds.
+    """
+    logs = [[math.log(value) for value in values] for values in trials.values.values()]
+    return pooled_deviation(logs)[0] if logs else None
 
 
 def time_to_beat(trials: Trials, space: Space, devices: int) -> float | None:

@@ -31,7 +31,6 @@ QUALITY = "quality"
 """The constraint that every objective has."""
 MEMORY = "memory"
 """A constraint of a trial: 1.0 if the device ran out of memory."""
-_CANNOT_WIN = 1.1  # times the best: the noise is smaller than that
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,14 +102,27 @@ class Objective:
         has_all_steps = curve.total_steps is not None and curve.step >= curve.total_steps
         return self.name != "quality" or not has_all_steps
 
+    def cost(self, curve: LearningCurve, *, is_whole: bool) -> float | None:
+        """Return what the trial has cost, or what all its steps cost.
+
+        None: the objective counts no cost, no step was taken, or its energy is not known.
+        """
+        is_energy = self.name == "energy"
+        if self.name not in TO_TARGET or not curve.step or (is_energy and not curve.joules):
+            return None
+        seconds = curve.full_seconds if is_whole else curve.seconds
+        return seconds * (self._watts(curve) if is_energy else 1.0)
+
+    def is_uncertain(self, curve: LearningCurve) -> bool:
+        """Return whether the trial reached the target, and another seed may take longer or not."""
+        return self.name in TO_TARGET and self.target is not None and self.gap(curve) <= 0
+
     def progress(self, curve: LearningCurve) -> float:
         """Return the value that pruning compares at equal training time, to be minimised."""
         return self.gap(curve) if self.target is not None else self._negated_best(curve)
 
-    def cannot_beat(
-        self, curve: LearningCurve, best: float | None, slack: float = _CANNOT_WIN
-    ) -> bool:
-        """Return whether the trial cannot beat the value `best` any more, whatever its quality."""
+    def cannot_beat(self, curve: LearningCurve, best: float | None, slack: float) -> bool:
+        """Return whether the trial has spent more than `slack` times the value `best`."""
         if self.name not in TO_TARGET or best is None:
             return False
         is_time = self.name == "time-to-target"

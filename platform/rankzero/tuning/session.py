@@ -6,10 +6,9 @@ It trains the reference (the user's own configuration), then trials, then confir
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from rankzero.scalars import shown
 from rankzero.tuning import members, next_trial
 from rankzero.tuning.budget import REFERENCE_SECONDS, Budget
 from rankzero.tuning.learning_curve import LearningCurve
-from rankzero.tuning.objective import Objective, target_quality
+from rankzero.tuning.objective import TO_TARGET, Objective, target_quality
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.space import Space, devices_text, number_text
 from rankzero.tuning.study import FIRST_RUNG, RUNGS, Study
@@ -39,6 +38,11 @@ _MOST_LOSSES = 2  # of a configuration's trial, or confirmation run, that is tri
 _LOST = "lost"
 """A fact of an abandoned trial: its host process died."""
 _POLL_SECONDS = 1.0
+_SLACK, _LEAST_SLACK, _DEVIATIONS = 1.5, 1.1, 3.0
+"""A trial is stopped at so many times the value of the best, as long as the noise is not known;
+later at the least of these, or after so many deviations of the noise."""
+SEEDS_TO_LEAD = 3
+"""On so many seeds a trial is trained before it is the best."""
 
 
 class Session:
@@ -63,6 +67,8 @@ class Session:
         self._guesses: Sequence[Mapping[str, Any]] = ()
         self._earlier: Sequence[Mapping[str, Any]] = ()
         self._repeats, self._losses = 0, Counter[str]()
+        self._checks = deque[TrialJob]()
+        """Trainings on other seeds of trials that would be the best."""
 
     def run(
         self,
@@ -80,7 +86,7 @@ class Session:
             self._train_reference()
             self._notify(self._budget.outlook())
             while True:
-                self._pool.run(self._next_trial)
+                self._pool.run(self._next_job)
                 self._await_helpers()
                 # A helper that died left its trial, so there may be one more to do.
                 if not self._allows_a_trial():
@@ -101,7 +107,7 @@ class Session:
         """Do trials of a study that another process leads and has trained the reference of."""
         self._guesses, self._earlier = guesses, earlier
         self._recover()
-        self._pool.run(self._next_trial)
+        self._pool.run(self._next_job)
 
     def _recover(self) -> None:
         for number in self._study.recover():
@@ -154,6 +160,10 @@ class Session:
 
     # -- trials
 
+    def _next_job(self) -> TrialJob | None:
+        """Return the next training of a trial, or None if none may start now."""
+        return self._checks.popleft() if self._checks else self._next_trial()
+
     def _next_trial(self) -> TrialJob | None:
         """Ask for the next trial; return its job, or None if none may start now."""
         while self._allows_a_trial():
@@ -198,6 +208,8 @@ class Session:
         trials = self._study.known
         devices = self._space.devices_of(parameters)
         best = next_trial.time_to_beat(trials, self._space, devices)
+        noise = next_trial.noise(trials)
+        slack = _SLACK if noise is None else max(_LEAST_SLACK, math.exp(_DEVIATIONS * noise))
         nearest, batch_size = next_trial.nearest_curve(trials)
         step_ratio = experiment.train.batch_size / batch_size
         # A planned trial is trained to its end, unless it cannot win. Early on, a larger batch or a
@@ -210,7 +222,7 @@ class Session:
 
         def why_prune(curve: LearningCurve) -> str:
             nonlocal reported
-            if best is not None and objective.cannot_beat(curve, best):
+            if best is not None and objective.cannot_beat(curve, best, slack):
                 text = f"cannot beat the best, {objective.text(best)}, any more"
                 where = f"after {number_text(best)} s on {devices_text(devices)}"
                 several = len(self._space.devices) > 1
@@ -228,8 +240,57 @@ class Session:
             is_worse = self._study.report(number, rung, objective.progress(curve))
             return "worse than others at the same training time" if is_worse else ""
 
-        ended = functools.partial(self._end, number, experiment)
+        def ended(result: TrialResult | None) -> None:
+            self._train_again_or_end(number, experiment, [result] if result else [])
+
         return TrialJob(experiment, self._label(number), objective, ended, why_prune, devices)
+
+    def _train_again_or_end(
+        self, number: int, experiment: Experiment, results: Sequence[TrialResult]
+    ) -> None:
+        """Let a trial that would be the best train on another seed, or end it.
+
+        `results`: of each seed; none if it was interrupted. A trial that is best by luck would stop
+        all later ones too early, and be confirmed in place of better ones.
+        """
+        # Other processes may have found a better one, or may have taken this one for dead.
+        trials, objective = self._study.trials(), self._objective
+        devices = self._space.devices_of(trials[number].parameters)
+        best = next_trial.time_to_beat(trials, self._space, devices)
+        result = follower.combined(results) if results else None
+        is_over = trials[number].has_ended or len(results) == SEEDS_TO_LEAD
+        if (
+            result is None
+            or is_over
+            or not (objective.is_uncertain(result.curve) and result.leads(best))
+            or not self._budget.allows_another_seed()
+        ):
+            self._end(number, experiment, result)
+            return
+
+        # By steps: this may run on another machine.
+        most_steps = confirm.CLEARLY_WORSE * results[0].curve.step
+        seed = experiment.train.seed + len(results)
+
+        def why_prune(curve: LearningCurve) -> str:
+            return f"not as fast on seed {seed}" if curve.step > most_steps else ""
+
+        def ended(more: TrialResult | None) -> None:
+            if more is not None and more.state == "FAIL" and not more.was_lost:
+                # A crash may be the machine's, and the seeds before have a result.
+                self._end(number, experiment, result)
+                return
+            self._train_again_or_end(number, experiment, [*results, more] if more else [])
+
+        job = TrialJob(
+            override(experiment, {"train.seed": seed}),
+            f"{self._label(number)}-seed{seed}",
+            objective,
+            ended,
+            why_prune,
+            devices,
+        )
+        self._checks.append(job)
 
     def _end(self, number: int, experiment: Experiment, result: TrialResult | None) -> None:
         """Write a trial's result into the study, and print it. None: it was interrupted."""
@@ -338,10 +399,15 @@ class Session:
             self._notify(f"confirm  trial {trial.number} on seed {seed}: {value}")
 
         best = next_trial.best_value(self._study.trials())
+        steps = [point[0] for point in trial.facts.get("curve", ())] if trial.feasible else []
+        is_to_target = objective.name in TO_TARGET and steps
+        most_steps = confirm.MISSED * steps[-1] if is_to_target else math.inf
 
         def why_prune(curve: LearningCurve) -> str:
             # It missed the quality in its whole trial, so it need not be trained to its end again.
             late = not trial.feasible and objective.cannot_beat(curve, best, confirm.CLEARLY_WORSE)
+            # By steps, because the trial may be another machine's.
+            late = late or curve.step > most_steps
             return f"does not reach the quality in {number_text(curve.seconds)} s" if late else ""
 
         experiment = override(self._space.experiment(trial.parameters), {"train.seed": seed})

@@ -13,6 +13,8 @@ from rankzero.tuning.space import DEVICES, FACTOR
 State = Literal["COMPLETE", "PRUNED", "FAIL", "RUNNING", "WAITING"]
 REPEAT = "same_as"
 """A fact of a trial: the number of the trial that it copied its result from."""
+VALUES = "values"
+"""A fact of a trial: its values on each seed, if it was trained on several."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Trials(Sequence[Trial]):
         """Numbers, in the order in which this process saw the trials end."""
         self.factors: list[float] = []
         """The factors of the learning rate of the taken trials, ascending."""
+        self.values: dict[int, Sequence[float]] = {}
+        """The values of the trials that were trained on several seeds, by number."""
         self.fastest: dict[int | None, Trial] = {}
         """The best feasible trial on each number of devices. None: the search varies none."""
         for trial in trials:
@@ -106,6 +110,8 @@ class Trials(Sequence[Trial]):
             self.taken.add(number)
             if FACTOR in trial.parameters:
                 bisect.insort(self.factors, float(trial.parameters[FACTOR]))
+        if trial.counts and VALUES in trial.facts:
+            self.values[number] = trial.facts[VALUES]
         if trial.state == "COMPLETE":
             bisect.insort(self._complete, _order(trial))
         if trial.feasible:
@@ -115,6 +121,7 @@ class Trials(Sequence[Trial]):
 
     def _forget(self, trial: Trial) -> None:
         self._alike[_key(trial.parameters)].remove(trial.number)
+        self.values.pop(trial.number, None)
         if trial.number in self.taken:
             self.taken.remove(trial.number)
             if FACTOR in trial.parameters:

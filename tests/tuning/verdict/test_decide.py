@@ -246,3 +246,68 @@ def test_a_second_look_finds_more_winners_and_few_wrong_ones() -> None:
 
     assert sum(beaten(40.0, 40.0, 40.0, 40.0) for _ in range(2000)) / 2000 <= 0.05
     assert sum(beaten(40.0, 38.0, 28.0) for _ in range(300)) / 300 >= 0.8
+
+
+def missing(trial: int, *values: float | None, lost: float | None) -> Candidate:
+    """Return a candidate whose missed runs cost `lost`."""
+    found = candidate(trial, *values)
+    runs = [dataclasses.replace(one, lost=lost) if one.value is None else one for one in found.runs]
+    return dataclasses.replace(found, runs=tuple(runs))
+
+
+def test_a_run_that_missed_the_target_counts_with_one_that_is_trained_again() -> None:
+    found = missing(1, 10.0, None, 40.0, lost=100.0)
+    assert found.costs == [10.0, 40.0, pytest.approx(120.0)] and not found.reached
+    for useless in (
+        missing(1, 10.0, None, lost=100.0),
+        missing(1, None, None, 10.0, lost=100.0),
+        missing(1, 10.0, None, 40.0, lost=None),
+        candidate(1),
+    ):
+        assert useless.costs == []
+
+
+def test_a_fast_challenger_that_missed_the_target_once_may_win() -> None:
+    reference = candidate(0, 600.0, 640.0, 620.0)
+    fast = missing(1, 40.0, None, 42.0, 41.0, 40.0, 43.0, lost=200.0)
+    found = decide("time-to-target", reference, [fast])
+    assert found.beaten and found.winner.trial == 1 and found.gain is not None
+    assert 8 < found.gain < 620 / 41, "the missed run counts"
+    text = sentence(found, GOAL, 0.97, 360.0, (1, 0.98))
+    assert "reaches it on 5 of 6 seeds in 41 s (40-43), 75 s if one that misses it" in text
+    # Nearly as slow, if what is lost is as long as the reference.
+    lost = missing(1, 300.0, None, 310.0, 290.0, lost=900.0)
+    assert not decide("time-to-target", reference, [lost]).beaten
+
+
+def test_a_reliable_challenger_wins_against_a_fast_one_that_costs_more() -> None:
+    reference = candidate(0, 600.0, 640.0, 620.0)
+    reliable, fast = candidate(2, 50.0, 52.0, 51.0), missing(1, 40.0, None, 42.0, lost=400.0)
+    found = decide("time-to-target", reference, [fast, reliable])
+    assert found.winner.trial == 2 and found.beaten
+
+
+def test_a_reliable_challenger_beats_a_reference_that_missed_the_target_once() -> None:
+    reference = missing(0, 40.0, None, 41.0, lost=100.0)
+    found = decide("time-to-target", reference, [candidate(1, 55.0, 56.0, 57.0)])
+    assert found.beaten and found.winner.trial == 1
+    text = sentence(found, GOAL, 0.97, 360.0, (1, 0.98))
+    assert text.startswith("Your configuration reaches 97.0% val/accuracy on 2 of 3 seeds in 40 s")
+    # A challenger that missed it, too, must be faster.
+    other = missing(1, 39.0, None, 42.0, lost=100.0)
+    assert not decide("time-to-target", reference, [other]).beaten
+
+
+def test_an_unreliable_challenger_does_not_hide_a_sure_gain() -> None:
+    reference, sure = candidate(0, 100.0, 101.0, 99.0), candidate(1, 50.0, 51.0, 49.0)
+    found = decide("time-to-target", reference, [missing(2, 9.0, None, 9.1, lost=60.0), sure])
+    assert found.beaten and found.winner.trial == 1 and found.region == (1,)
+
+
+def test_a_slower_challenger_does_not_win_by_being_reliable() -> None:
+    reference = missing(0, 10.0, None, 10.2, lost=20.0)
+    found = decide("time-to-target", reference, [candidate(1, 38.0, 37.2, 38.9)])
+    assert not found.beaten and found.winner is reference
+    text = sentence(found, GOAL, 0.97, 360.0, (1, 0.98))
+    assert text.startswith("Nothing beats your own configuration") and "on 2 of 3 seeds" in text
+    assert "No configuration" not in text

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import wait
@@ -28,7 +29,7 @@ from rankzero.experiment import Experiment
 from rankzero.launch.failures import FailureKind
 from rankzero.tuning.learning_curve import LearningCurve
 from rankzero.tuning.objective import MEMORY, QUALITY, Objective
-from rankzero.tuning.trial import State
+from rankzero.tuning.trial import VALUES, State
 from rankzero.tuning.trials.launcher import LaunchedTrial, TrainLauncher
 
 _TICK_SECONDS = 0.05
@@ -54,6 +55,13 @@ class TrialResult:
     value: float | None
     was_lost: bool = False
     """Whether its host process died: that may be the machine's fault."""
+    values: tuple[float, ...] = ()
+    """The values of each seed, if there are several."""
+
+    def leads(self, best: float | None) -> bool:
+        """Return whether it reached the target, in less than the value `best`."""
+        reached = self.state == "COMPLETE" and all(gap <= 0 for gap in self.constraints.values())
+        return reached and 0 < (self.value or 0.0) < (math.inf if best is None else best)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,6 +236,18 @@ def complete(curve: LearningCurve, objective: Objective) -> TrialResult:
     return TrialResult("COMPLETE", curve, reason, constraints, objective.value(curve))
 
 
+def combined(results: Sequence[TrialResult]) -> TrialResult:
+    """Return the result of a trial that was trained on these seeds, the first one first.
+
+    Its value is the geometric mean. A seed that did not reach the quality decides alone.
+    """
+    if len(results) == 1 or not results[-1].leads(None):
+        return results[-1]
+    values = tuple(one.value for one in results if one.value is not None)
+    slowest = max(results, key=lambda one: one.value or 0.0)
+    return dataclasses.replace(slowest, value=statistics.geometric_mean(values), values=values)
+
+
 def facts(result: TrialResult, experiment: Experiment, label: str, devices: int) -> dict[str, Any]:
     """Return the study's attributes of a trial. Old studies have them: the names stay."""
     settings, curve = flatten(experiment), result.curve
@@ -239,6 +259,7 @@ def facts(result: TrialResult, experiment: Experiment, label: str, devices: int)
         "lr": settings["lr"],
         "devices": devices,
         "train_seconds": curve.seconds,
+        VALUES: list(result.values) or None,
         "best": curve.best,
         "samples_per_second": curve.samples_per_second,
         "memory_megabytes": curve.memory_megabytes,

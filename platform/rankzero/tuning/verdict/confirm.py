@@ -9,7 +9,7 @@ from typing import Any
 
 from rankzero.config import flatten
 from rankzero.tuning.next_trial import reference_trial
-from rankzero.tuning.objective import Objective
+from rankzero.tuning.objective import MEMORY, Objective
 from rankzero.tuning.space import BATCH_INDEX, DEVICES, FACTOR, PRECISION, SPEED, Space
 from rankzero.tuning.trial import Trial, Trials
 from rankzero.tuning.trials.follower import TrialResult
@@ -19,6 +19,8 @@ NEW_SEED = 1000
 """Added to the experiment's seed: no trial has used a confirmation's seed."""
 CLEARLY_WORSE = 2.0
 """Times the best: so long is a configuration trained again that missed the quality before."""
+MISSED = 4.0
+"""Times the steps of its trial: so long is one trained again that reached the quality before."""
 _FEWEST_ROUNDS = 3  # to know what is usual
 _DISTURBANCE, _MUCH = 0.05, 4.0  # relative; times the usual disturbance
 Stored = Sequence[Mapping[str, Any]]
@@ -54,7 +56,17 @@ def as_run(trial: int, seed: int, result: TrialResult, objective: Objective) -> 
         memory_bytes=(curve.memory_megabytes or 0.0) * 1e6 or None,
         joules=curve.joules,
         is_timed=objective.is_timed(curve),
+        lost=None if reached else _lost(result, objective),
     )
+
+
+def _lost(result: TrialResult, objective: Objective) -> float | None:
+    """Return what a training costs that missed the quality; None if nobody would repeat it."""
+    if result.state == "FAIL" or result.constraints.get(MEMORY):
+        return None
+    ended = result.curve.ended
+    # The search stopped it. A user's own training would go on to its end.
+    return objective.cost(result.curve, is_whole=ended is not None and ended.status == "KILLED")
 
 
 def by_trial(stored: Stored) -> dict[int, list[ConfirmationRun]]:

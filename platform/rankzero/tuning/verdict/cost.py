@@ -19,6 +19,7 @@ from rankzero.tuning.probe.scaling import SCALING_COLUMNS, Scaling, scaling
 from rankzero.tuning.space import Space, devices_text, number_text
 from rankzero.tuning.trial import Trial
 from rankzero.tuning.verdict.confirm import Stored, by_trial
+from rankzero.tuning.verdict.decide import costs_of
 
 COST_COLUMNS = ("trial", "devices", "seconds to target", "cost to target", "new seeds", "best for")
 
@@ -50,22 +51,27 @@ def priced(
     """Return what reached the target: of each confirmed trial the new seeds, else the trial.
 
     `price`: of one device for an hour. `stored`: the confirmations. A configuration that missed the
-    target on a new seed is left out.
+    target on half of the new seeds is left out.
     """
-    confirmed = {number: [run.value for run in runs] for number, runs in by_trial(stored).items()}
+    confirmed = {number: costs_of(runs) for number, runs in by_trial(stored).items()}
     logs = {
-        number: [math.log(value) for value in values if value]
-        for number, values in confirmed.items()
-        if all(values)
+        number: [math.log(cost) for cost in costs] for number, costs in confirmed.items() if costs
     }
     # Pooled, as for the verdict: three runs of one configuration hardly show the noise.
-    deviation, freedom = pooled_deviation(list(logs.values()))
+    reached = {
+        number: [math.log(run.value) for run in runs if run.value]
+        for number, runs in by_trial(stored).items()
+    }
+    noise, freedom = pooled_deviation(list(reached.values()))
     found = []
     for trial in trials:
         devices, own = space.devices_of(trial.parameters), logs.get(trial.number, [])
         hourly = devices * price / 3600
         if own:
             seconds = math.exp(statistics.fmean(own))
+            # A run that missed the target takes much longer.
+            is_reliable = len(own) == len(reached[trial.number])
+            deviation = noise if is_reliable else max(noise, statistics.stdev(own))
             half = student_t(freedom) * deviation / math.sqrt(len(own)) if freedom else math.nan
             one = PricedTrial(trial.number, devices, seconds, seconds * hourly, len(own))
             found.append(dataclasses.replace(one, spread=math.exp(half)))

@@ -6,6 +6,9 @@ candidates. A challenger beats the reference if it is better by Student's t at 5
 Bonferroni's correction for the number of challengers and for two looks. If the first look decides
 nothing, the nearest challenger and the reference are trained on as many seeds again.
 
+A training that misses the target is trained again. So it counts with the cost of the whole training
+and of one that reaches the target. A configuration that misses it on half of the seeds is out.
+
 The sweet region is everything within one standard error of the best (Breiman's rule), or within
 3 %. The cheapest configuration of the region wins.
 """
@@ -40,6 +43,8 @@ class ConfirmationRun:
     joules: float | None = None
     is_timed: bool = True
     """Whether `value` depends on the machine's speed."""
+    lost: float | None = None
+    """The cost of the training, in the unit of `value`, if the run missed the quality."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +66,27 @@ class Candidate:
     def values(self) -> list[float]:
         """Return the values of the runs that reached the quality."""
         return [run.value for run in self.runs if run.value is not None]
+
+    @property
+    def costs(self) -> list[float]:
+        """Return what each run costs until the quality is reached, or nothing. As `costs_of`."""
+        return costs_of(self.runs)
+
+
+def costs_of(runs: Sequence[ConfirmationRun]) -> list[float]:
+    """Return what each run of a configuration costs until the quality is reached.
+
+    A run that missed it also costs a further one that reaches it. Nothing if most runs missed it,
+    or if it is not known what they cost.
+    """
+    values = [run.value for run in runs if run.value is not None]
+    lost = [run.lost for run in runs if run.value is None]
+    if not lost:
+        return values
+    if len(values) <= len(lost) or None in lost:
+        return []
+    usual = statistics.geometric_mean(values)
+    return [*values, *(cost + usual for cost in lost if cost is not None)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,35 +113,44 @@ class Verdict:
 
 
 def decide(objective: Name, reference: Candidate, challengers: Sequence[Candidate]) -> Verdict:
-    """Choose among confirmed candidates. A challenger that missed the quality once is out.
+    """Choose among confirmed candidates. A challenger without `costs` is out.
 
-    If all of them missed it, and the reference, too, the one that reached it on most seeds is left.
+    If all of them are, and the reference missed the quality once, the one that reached it on most
+    seeds is left.
     """
-    able = [one for one in challengers if one.reached]
+    able = [one for one in challengers if one.costs]
     if not able and not reference.reached and objective != "quality":
         return _most_reliable(objective, reference, challengers)
     scale = _Scale(objective, [reference, *able], sure=1 - 0.05 / LOOKS / max(1, len(able)))
     fastest = min(able, key=scale.mean, default=reference)
-    best = min([fastest, *([reference] if reference.reached else [])], key=scale.mean)
-    region = [one for one in able if scale.mean(one) <= scale.mean(best) + scale.near(one, best)]
     own = scale.mean(reference)
     better = [
         one
-        for one in region
+        for one in able
         # Any challenger that reaches the quality beats a reference that does not.
-        if not reference.reached or own - scale.mean(one) > scale.floor(reference, one)
+        if not reference.costs
+        or (one.reached and not reference.reached and scale.mean(one) <= own)
+        or own - scale.mean(one) > scale.floor(reference, one)
     ]
-    winner = min(better, key=_cost, default=reference)
+    rivals = better or [*able, *([reference] if reference.costs else [])]
+    best = min(rivals, key=scale.mean, default=reference)
+    region = [one for one in able if scale.mean(one) <= scale.mean(best) + scale.near(one, best)]
+    winner = min((one for one in better if one in region), key=_cost, default=reference)
     nearest = winner if better else fastest
     verdict = Verdict(
         objective=objective,
         reference=reference,
         winner=winner,
         beaten=bool(better),
-        region=tuple(sorted(one.trial for one in (region if better else [*region, reference]))),
+        region=tuple(
+            sorted(
+                one.trial
+                for one in ([one for one in region if one in better] or [*region, reference])
+            )
+        ),
         noise=_gain(objective, scale.floor(reference, nearest)) - _gain(objective, 0.0),
     )
-    if not able or not reference.reached:
+    if not able or not reference.costs:
         return verdict
     # On other numbers of devices, one may be slower because it was chosen for its cost.
     alike = [one for one in able if one.devices == nearest.devices]
@@ -132,10 +167,9 @@ def decide(objective: Name, reference: Candidate, challengers: Sequence[Candidat
 def _most_reliable(
     objective: Name, reference: Candidate, challengers: Sequence[Candidate]
 ) -> Verdict:
-    scale = _Scale(objective, [reference, *challengers], sure=0.95)
-
     def order(one: Candidate) -> tuple[float, float]:
-        return -len(one.values) / max(1, len(one.runs)), scale.mean(one)
+        scores = [_score(objective, value) for value in one.values] or [math.inf]
+        return -len(one.values) / max(1, len(one.runs)), statistics.fmean(scores)
 
     # The first of equals: the reference.
     winner = min([reference, *challengers], key=order)
@@ -173,10 +207,14 @@ class _Scale:
 
     def __init__(self, objective: Name, candidates: Sequence[Candidate], sure: float) -> None:
         self._scores = {
-            one.trial: [_score(objective, value) for value in one.values] for one in candidates
+            one.trial: [_score(objective, value) for value in one.costs or one.values]
+            for one in candidates
         }
-        # Pooled, because three runs of one candidate hardly show the noise.
-        self._deviation, self._freedom = pooled_deviation(list(self._scores.values()))
+        # Pooled, because three runs of one candidate hardly show the noise. One candidate that
+        # misses the quality must not hide what the others differ by, so its missed runs are out.
+        reached = [[_score(objective, value) for value in one.values] for one in candidates]
+        self._deviation, self._freedom = pooled_deviation(reached)
+        self._unreliable = {one.trial for one in candidates if one.costs and not one.reached}
         self._worth, self._sure = _worth(objective), sure
 
     def mean(self, one: Candidate) -> float:
@@ -201,7 +239,8 @@ class _Scale:
 
     def near(self, one: Candidate, other: Candidate) -> float:
         """Return the difference up to which both count as equal: one standard error."""
-        return max(self._worth, self._error(one, other))
+        runs = [max(1, len(self._scores[found.trial])) for found in (one, other)]
+        return max(self._worth, self._deviation * math.sqrt(sum(1 / count for count in runs)))
 
     def width(self, one: Candidate, other: Candidate, probability: float) -> float:
         """Return the quantile of the difference of two means."""
@@ -211,13 +250,22 @@ class _Scale:
         return student_t(self._freedom, probability) * self._error(one, other)
 
     def _error(self, one: Candidate, other: Candidate) -> float:
-        runs = [max(1, len(self._scores[found.trial])) for found in (one, other)]
-        return self._deviation * math.sqrt(sum(1 / count for count in runs))
+        return math.hypot(*(self._error_of_mean(found.trial) for found in (one, other)))
+
+    def _error_of_mean(self, trial: int) -> float:
+        scores, deviation = self._scores[trial], self._deviation
+        if trial in self._unreliable:
+            deviation = max(deviation, statistics.stdev(scores))
+        return deviation / math.sqrt(max(1, len(scores)))
 
 
 def _cost(candidate: Candidate) -> tuple[float, ...]:
-    """Return the order among equals: fewest devices, least memory, energy, and batch size."""
+    """Return the order among equals: the most reliable, then the cheapest.
+
+    That is: fewest devices, least memory, energy, and batch size.
+    """
     return (
+        len(candidate.runs) - len(candidate.values),
         candidate.devices,
         median([run.memory_bytes for run in candidate.runs]),
         median([run.joules for run in candidate.runs]),

@@ -36,7 +36,7 @@ def sentence(
             f"No configuration was trained up to its first evaluation. {took}. The trials have the "
             "reasons."
         )
-    if closest is not None and not winner.reached and verdict.objective != "quality":
+    if closest is not None and not winner.costs and verdict.objective != "quality":
         found = _most_often(verdict, goal, target, edges, closest)
         return f"No configuration reached {found}. {took}. Train longer, or lower the target."
     confirmed = _confirmed(winner, disturbed)
@@ -49,9 +49,9 @@ def sentence(
             f"Nothing beats your own configuration{noise}: keep it. It {own}. {confirmed} {took}."
         )
     found = _performance(verdict.objective, winner, goal, target)
-    if verdict.objective in TO_TARGET and reference.reached:
+    if verdict.objective in TO_TARGET and reference.costs:
         found = found.replace(_quality(goal, target), "it")
-        saved = statistics.median(reference.values) - statistics.median(winner.values)
+        saved = statistics.fmean(reference.costs) - statistics.fmean(winner.costs)
         if saved > 0 and verdict.objective == "time-to-target":
             took += f" and pays for itself after {math.ceil(search_seconds / saved):,} runs"
     if edges:
@@ -119,9 +119,16 @@ def _performance(name: Name, candidate: Candidate, goal: Goal, target: float | N
     match name:
         case "time-to-target" | "energy":
             wanted = _quality(goal, target)
-            if not candidate.reached:
+            if not candidate.costs:
                 return f"does not reliably reach {wanted} ({len(values)} of {len(runs)} seeds)"
-            return f"reaches {wanted}{_in_time(name, candidate)}"
+            if candidate.reached:
+                return f"reaches {wanted}{_in_time(name, candidate)}"
+            cost = number_text(statistics.fmean(candidate.costs), 2)
+            unit = "s" if name == "time-to-target" else "J"
+            return (
+                f"reaches {wanted} on {len(values)} of {len(runs)} seeds"
+                f"{_in_time(name, candidate)}, {cost} {unit} if one that misses it is trained again"
+            )
         case "throughput" | "tokens":
             speeds = [-value for value in values] or [0.0]
             unit = "tokens" if name == "tokens" else "samples"
