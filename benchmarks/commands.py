@@ -26,7 +26,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-from harness import HERE, environment, interval, line, rankzero, ratios, run, save, torchrun
+from harness import (
+    HERE,
+    RESULTS,
+    environment,
+    interval,
+    line,
+    machine,
+    rankzero,
+    ratios,
+    run,
+    save,
+    torchrun,
+)
 from side_by_side import rate
 
 from rankzero.events import StepsLogged
@@ -162,7 +174,7 @@ def compare(label: str, case: Case, blocks: int, seconds: float, folder: Path) -
         for who, rates in ((who, [one.steady for one in each]) for who, each in turns.items())
     }
     ratio = ratios(means["tracked"], means["bare"]) | interval(means["tracked"], means["bare"])
-    print(line(label, ratio, f">= {case.wanted}"))
+    print(line(label, ratio, f">= {case.wanted}"), flush=True)
     print(f"    mean {ratio['mean']:.3f}, 95 % interval {ratio['low']:.3f} to {ratio['high']:.3f}")
     costs = {}
     for name in Turn._fields[1:]:
@@ -194,14 +206,16 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.blocks, options.seconds = 1, 4.0
-    found = {}
+    known = RESULTS / "commands.json"
+    found = json.loads(known.read_text())["cases"] if known.exists() else {}
     with tempfile.TemporaryDirectory() as temporary:
         for label in options.only:
-            found[label] = compare(
-                label, CASES[label], options.blocks, options.seconds, Path(temporary)
-            )
-    if not options.quick:
-        save("commands", cases=found)
+            folder = Path(temporary)
+            case = compare(label, CASES[label], options.blocks, options.seconds, folder)
+            # Each case says when it was measured: it takes minutes, and is measured alone again.
+            found[label] = {"machine": machine(), **case}
+            if not options.quick:
+                save("commands", cases=found)
 
 
 if __name__ == "__main__":
