@@ -299,6 +299,24 @@ def test_a_trial_that_would_lead_is_trained_on_three_seeds(search: Searcher) -> 
     assert second > 1.5 * first and lucky.value is not None and lucky.value > 1.2 * first
 
 
+def test_a_trial_that_is_lucky_first_and_fast_all_the_same_is_kept(search: Searcher) -> None:
+    class Uneven(FakeLauncher):
+        """A batch of 128 is fast, and takes 2.5 times the samples on its second seed."""
+
+        def speed(self, experiment: Experiment) -> float:
+            return super().speed(experiment) * (6.0 if experiment.train.batch_size == 128 else 1.0)
+
+        def quality(self, experiment: Experiment, samples: float) -> float:
+            is_slow = experiment.train.batch_size == 128 and experiment.train.seed == 1
+            return super().quality(experiment, samples * (0.4 if is_slow else 1.0))
+
+    _, study, _, _ = search(Uneven(best_lr=0.06), trials=4)
+    uneven = next(one for one in study.trials() if one.facts.get("batch_size") == 128)
+    assert uneven.state == "COMPLETE" and max(uneven.facts["values"]) > 2 * min(
+        uneven.facts["values"]
+    )
+
+
 def test_a_trial_that_misses_the_target_on_another_seed_does_not_lead(search: Searcher) -> None:
     class Unreliable(FakeLauncher):
         def quality(self, experiment: Experiment, samples: float) -> float:
@@ -311,29 +329,28 @@ def test_a_trial_that_misses_the_target_on_another_seed_does_not_lead(search: Se
     assert all(one.batch_size != 128 for one in (found.winner, found.reference))
 
 
-def test_a_crash_on_another_seed_leaves_the_result_of_the_first(search: Searcher) -> None:
+@pytest.mark.parametrize("fate", ["crash", "lost"])
+def test_a_crash_on_another_seed_leaves_the_result_of_the_first(
+    search: Searcher, fate: str
+) -> None:
     _, study, _, _ = search(trials=7)
     leads = next(one for one in study.trials() if "values" in one.facts)
-    launcher = FakeLauncher(by_trial({leads.number: "crash"}, seed=1))
+    launcher = FakeLauncher(by_trial({leads.number: fate}, seed=1))
     _, study, _, _ = search(launcher, trials=7, name="crashes")
     kept = study.trials()[leads.number]
     assert kept.feasible and kept.value == leads.facts["values"][0] and "values" not in kept.facts
 
 
-@pytest.mark.parametrize("fate", ["ctrl-c", "lost"])
 def test_a_trial_that_is_interrupted_on_another_seed_is_tried_again(
-    search: Searcher, tmp_path: Path, fate: str
+    search: Searcher, tmp_path: Path
 ) -> None:
     whole, study, _, _ = search(trials=7)
     expected = drawn(study)
     leads = next(one.number for one in study.trials() if "values" in one.facts)
     (tmp_path / "studies.db").unlink()
-    launcher = FakeLauncher(by_trial({leads: fate}, seed=1))
-    if fate == "ctrl-c":
-        with pytest.raises(KeyboardInterrupt):
-            search(launcher, trials=7)
-        launcher = FakeLauncher()
-    again, study, _, _ = search(launcher, trials=7)
+    with pytest.raises(KeyboardInterrupt):
+        search(FakeLauncher(by_trial({leads: "ctrl-c"}, seed=1)), trials=7)
+    again, study, _, _ = search(trials=7)
     assert study.abandoned == [leads] and not of(study, "RUNNING")
     assert drawn(study)[:leads] + drawn(study)[leads + 1 :] == expected
     assert again.winner.settings == whole.winner.settings

@@ -85,10 +85,11 @@ class Budget:
         if own > 0 and math.isfinite(self._most_seconds):
             free = max(0.0, self._most_seconds - self.seconds - confirmation)
             trials = min(trials, self._side_by_side * free / own)
-        least = "at least " if options.minutes else ""
+        # Trials that lead are trained more often, and others are stopped before their end.
+        about = "about " if options.minutes else ""
         gain = detectable(_USUAL_NOISE, options.seeds, options.challengers)
         text = (
-            f"plan   {least}{trials:.0f} trials of up to {own:.0f} s, then up to "
+            f"plan   {about}{trials:.0f} trials of up to {own:.0f} s, then up to "
             f"{confirmation:.0f} s to confirm {options.challengers} of them on "
             f"{options.seeds} seeds"
         )

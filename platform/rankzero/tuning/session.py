@@ -269,15 +269,18 @@ class Session:
             return
 
         # By steps: this may run on another machine.
-        most_steps = confirm.CLEARLY_WORSE * results[0].curve.step
+        first = results[0]
+        most_steps = first.curve.step * confirm.factor_to_lead(
+            first.value, result.value, len(results), best
+        )
         seed = experiment.train.seed + len(results)
 
         def why_prune(curve: LearningCurve) -> str:
             return f"not as fast on seed {seed}" if curve.step > most_steps else ""
 
         def ended(more: TrialResult | None) -> None:
-            if more is not None and more.state == "FAIL" and not more.was_lost:
-                # A crash may be the machine's, and the seeds before have a result.
+            if more is not None and more.state == "FAIL":
+                # That may be the machine's fault, and the seeds before have a result.
                 self._end(number, experiment, result)
                 return
             self._train_again_or_end(number, experiment, [*results, more] if more else [])

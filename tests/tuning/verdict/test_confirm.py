@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from rankzero.tuning.verdict import confirm
 from rankzero.tuning.verdict.confirm import disturbed
 
 
@@ -58,3 +59,18 @@ def test_too_few_runs_show_nothing() -> None:
     assert disturbed(rounds([[100.0], [50.0], [100.0]])) == []
     unknown = [{**run, "samples_per_second": None} for run in rounds([[1.0, 2.0]] * 3)]
     assert disturbed(unknown) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "mean", "seeds", "best", "factor"),
+    [
+        (1.0, 1.0, 1, None, 4.0),  # the first trial that reached the target
+        (1.0, 1.0, 1, 1.1, 2.0),  # never below
+        (1.0, 1.0, 1, 9.0, 81.0),  # the mean of 1 and 81 is 9
+        (1.0, 2.0, 2, 4.0, 16.0),  # and that of 2, 2 and 16 is 4
+    ],
+)
+def test_a_trial_is_trained_on_while_its_mean_may_lead(
+    first: float, mean: float, seeds: int, best: float | None, factor: float
+) -> None:
+    assert confirm.factor_to_lead(first, mean, seeds, best) == pytest.approx(factor)

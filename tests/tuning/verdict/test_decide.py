@@ -311,3 +311,12 @@ def test_a_slower_challenger_does_not_win_by_being_reliable() -> None:
     text = sentence(found, GOAL, 0.97, 360.0, (1, 0.98))
     assert text.startswith("Nothing beats your own configuration") and "on 2 of 3 seeds" in text
     assert "No configuration" not in text
+
+
+def test_an_unreliable_challenger_beats_only_a_less_reliable_reference() -> None:
+    slow = missing(1, 100.0, 110.0, None, lost=400.0)
+    # The reference crashed once, or an older version did not note what its miss cost.
+    found = decide("time-to-target", missing(0, 10.0, 11.0, None, lost=None), [slow])
+    assert not found.beaten and found.winner.trial == 0
+    found = decide("time-to-target", missing(0, 10.0, None, None, lost=40.0), [slow])
+    assert found.beaten and found.winner.trial == 1

@@ -43,6 +43,18 @@ def missing_runs(
                 yield trial, seed
 
 
+def factor_to_lead(
+    first: float | None, mean: float | None, seeds: int, best: float | None
+) -> float:
+    """Return how many times the `first` seed's value the next one may have, for the trial to lead.
+
+    `mean`: the geometric mean of the `seeds` so far. `best`: what the mean is to be below, if any.
+    """
+    if best is None or not first or not mean:
+        return MISSED
+    return max(CLEARLY_WORSE, best * (best / mean) ** seeds / first)
+
+
 def as_run(trial: int, seed: int, result: TrialResult, objective: Objective) -> ConfirmationRun:
     """Return a training on a new seed as a confirmation. No value: it missed the quality."""
     curve = result.curve
@@ -64,9 +76,8 @@ def _lost(result: TrialResult, objective: Objective) -> float | None:
     """Return what a training costs that missed the quality; None if nobody would repeat it."""
     if result.state == "FAIL" or result.constraints.get(MEMORY):
         return None
-    ended = result.curve.ended
-    # The search stopped it. A user's own training would go on to its end.
-    return objective.cost(result.curve, is_whole=ended is not None and ended.status == "KILLED")
+    # The search stopped one that is PRUNED. A user's own training would go on to its end.
+    return objective.cost(result.curve, is_whole=result.state == "PRUNED")
 
 
 def by_trial(stored: Stored) -> dict[int, list[ConfirmationRun]]:

@@ -55,7 +55,9 @@ def priced(
     """
     confirmed = {number: costs_of(runs) for number, runs in by_trial(stored).items()}
     logs = {
-        number: [math.log(cost) for cost in costs] for number, costs in confirmed.items() if costs
+        number: [math.log(max(cost, 1e-9)) for cost in costs]
+        for number, costs in confirmed.items()
+        if costs
     }
     # Pooled, as for the verdict: three runs of one configuration hardly show the noise.
     reached = {

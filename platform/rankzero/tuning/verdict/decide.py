@@ -68,6 +68,11 @@ class Candidate:
         return [run.value for run in self.runs if run.value is not None]
 
     @property
+    def share(self) -> float:
+        """Return the share of the runs that reached the quality."""
+        return len(self.values) / max(1, len(self.runs))
+
+    @property
     def costs(self) -> list[float]:
         """Return what each run costs until the quality is reached, or nothing. As `costs_of`."""
         return costs_of(self.runs)
@@ -124,14 +129,7 @@ def decide(objective: Name, reference: Candidate, challengers: Sequence[Candidat
     scale = _Scale(objective, [reference, *able], sure=1 - 0.05 / LOOKS / max(1, len(able)))
     fastest = min(able, key=scale.mean, default=reference)
     own = scale.mean(reference)
-    better = [
-        one
-        for one in able
-        # Any challenger that reaches the quality beats a reference that does not.
-        if not reference.costs
-        or (one.reached and not reference.reached and scale.mean(one) <= own)
-        or own - scale.mean(one) > scale.floor(reference, one)
-    ]
+    better = [one for one in able if _beats(one, reference, scale)]
     rivals = better or [*able, *([reference] if reference.costs else [])]
     best = min(rivals, key=scale.mean, default=reference)
     region = [one for one in able if scale.mean(one) <= scale.mean(best) + scale.near(one, best)]
@@ -164,12 +162,23 @@ def decide(objective: Name, reference: Candidate, challengers: Sequence[Candidat
     )
 
 
+def _beats(one: Candidate, reference: Candidate, scale: _Scale) -> bool:
+    """Return whether a challenger is better than the reference: more reliable, or surely faster."""
+    apart = scale.mean(reference) - scale.mean(one)
+    if reference.costs:
+        is_safer = one.reached and not reference.reached and apart >= 0
+        return is_safer or apart > scale.floor(reference, one)
+    if one.reached or one.share > reference.share:
+        return True
+    return one.share == reference.share and apart >= 0
+
+
 def _most_reliable(
     objective: Name, reference: Candidate, challengers: Sequence[Candidate]
 ) -> Verdict:
     def order(one: Candidate) -> tuple[float, float]:
         scores = [_score(objective, value) for value in one.values] or [math.inf]
-        return -len(one.values) / max(1, len(one.runs)), statistics.fmean(scores)
+        return -one.share, statistics.fmean(scores)
 
     # The first of equals: the reference.
     winner = min([reference, *challengers], key=order)
