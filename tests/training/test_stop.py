@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Iterator
@@ -207,16 +208,13 @@ def test_a_step_after_a_repeated_evaluation_is_compiled_for_one_batch_size(
 ) -> None:
     """A graph for any batch size computes other bits than one for a single size."""
     compiled: list[bool] = []
-    plain = torch.nn.Module.compile
 
     def note(module: Any, inputs: list[Any]) -> Any:
         if torch.is_grad_enabled():
             compiled.append(any(isinstance(one, torch.SymInt) for one in inputs))
         return module
 
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda module, **options: plain(module, **options, backend=note)
-    )
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=note))
     train(slow_to_evaluate(train__compile=True), tmp_path, stop_at=5)
     torch.compiler.reset()
     train(slow_to_evaluate(train__compile=True, evaluation_seconds=0.0), tmp_path)

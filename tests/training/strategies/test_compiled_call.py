@@ -54,3 +54,19 @@ def test_a_sequential_model_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> Non
     with torch.no_grad():
         twin[0].linear.weight.zero_()
     assert not torch.equal(twin(x), plain) and len(graphs) == 1
+
+
+def test_models_do_not_share_what_is_known_of_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the second would be compiled for any number of samples, which is slower."""
+    is_for_any: list[bool] = []
+
+    def note(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        is_for_any.append(any(isinstance(one, torch.SymInt) for one in inputs))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=note))
+    for samples in (3, 4, 5):
+        model = nn.Sequential(Widening(2))
+        compile_whole(model, dynamic=None)
+        model(torch.rand(samples, 2))
+    assert is_for_any == [False] * 3

@@ -6,12 +6,14 @@ PyTorch 2.11 and 2.15. Once a name is gone, tests/training/strategies/test_compi
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from torch import nn
 
 COMPILED_CALL = "_compiled_call_impl"
+_NUMBERS = itertools.count()
 
 
 def compile_whole(model: nn.Module, *, dynamic: bool | None) -> None:
@@ -25,4 +27,7 @@ def compile_whole(model: nn.Module, *, dynamic: bool | None) -> None:
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
 
+    # PyTorch remembers sizes, and counts how often it compiled, by a function's place and name.
+    # Another model in this process must not make this one compile for any size.
+    call.__code__ = call.__code__.replace(co_name=f"call_{next(_NUMBERS)}")
     setattr(model, COMPILED_CALL, torch.compile(call, dynamic=dynamic))
