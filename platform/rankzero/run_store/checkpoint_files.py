@@ -106,7 +106,7 @@ def read_manifest(folder: Path) -> Manifest:
 def verify(folder: Path, threads: int | None = None) -> Manifest:
     """Return a checkpoint's manifest after comparing all checksums. Raises BrokenCheckpoint.
 
-    `threads`: those that compute, by default as many as this process has cores.
+    `threads`: those that compute. By default this rank's share of the cores, and eight at most.
     """
     manifest = check_files(folder)
     for name, expected in manifest.files.items():

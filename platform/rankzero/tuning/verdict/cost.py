@@ -53,7 +53,8 @@ def priced(
     `price`: of one device for an hour. `stored`: the confirmations. A configuration that missed the
     target on half of the new seeds is left out.
     """
-    confirmed = {number: costs_of(runs) for number, runs in by_trial(stored).items()}
+    runs_of = by_trial(stored)
+    confirmed = {number: costs_of(runs) for number, runs in runs_of.items()}
     logs = {
         number: [math.log(max(cost, 1e-9)) for cost in costs]
         for number, costs in confirmed.items()
@@ -62,7 +63,7 @@ def priced(
     # Pooled, as for the verdict: three runs of one configuration hardly show the noise.
     reached = {
         number: [math.log(run.value) for run in runs if run.value]
-        for number, runs in by_trial(stored).items()
+        for number, runs in runs_of.items()
     }
     noise, freedom = pooled_deviation(list(reached.values()))
     found = []

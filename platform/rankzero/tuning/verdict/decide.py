@@ -132,20 +132,17 @@ def decide(objective: Name, reference: Candidate, challengers: Sequence[Candidat
     better = [one for one in able if _beats(one, reference, scale)]
     rivals = better or [*able, *([reference] if reference.costs else [])]
     best = min(rivals, key=scale.mean, default=reference)
-    region = [one for one in able if scale.mean(one) <= scale.mean(best) + scale.near(one, best)]
-    winner = min((one for one in better if one in region), key=_cost, default=reference)
+    region = [
+        one for one in better or able if scale.mean(one) <= scale.mean(best) + scale.near(one, best)
+    ]
+    winner = min(region, key=_cost) if better else reference
     nearest = winner if better else fastest
     verdict = Verdict(
         objective=objective,
         reference=reference,
         winner=winner,
         beaten=bool(better),
-        region=tuple(
-            sorted(
-                one.trial
-                for one in ([one for one in region if one in better] or [*region, reference])
-            )
-        ),
+        region=tuple(sorted(one.trial for one in (region if better else [*region, reference]))),
         noise=_gain(objective, scale.floor(reference, nearest)) - _gain(objective, 0.0),
     )
     if not able or not reference.costs:
