@@ -19,7 +19,7 @@ import os, threading, mlflow, rankzero
 mlflow.set_tracking_uri("sqlite:///elsewhere.db")
 del os.environ["MLFLOW_TRACKING_URI"]
 with rankzero.track("mine", {"lr": 0.1}, name="finished") as run:
-    assert run.mlflow() == run.id
+    assert run.id is not None and run.mlflow() == run.id
     mlflow.log_metric("theirs", 0.5, step=3)
     mlflow.log_param("late", 1)
     mlflow.log_text("hello", "notes.txt")

@@ -25,12 +25,13 @@ from rankzero.integrations.own_loop.values import pairs_of, read_pairs, snapshot
 from rankzero.mlflow_store import limits
 from rankzero.redaction.text import settings_without_secrets, url_without_secrets
 from rankzero.run_store import delivery_state, names
+from rankzero.run_store.delivery_state import DeliveryState
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.tracking.run_log import RunLog
 
 T = TypeVar("T")
-# The import of mlflow on a busy machine, and MLflow's answer.
-_ID_SECONDS = 20.0
+# MLflow's answer, and before it the import of mlflow, which a busy machine delays.
+_ANSWER_SECONDS, _IMPORT_SECONDS = 20.0, 60.0
 # A copy that takes longer delays a training noticeably.
 _SLOW_SECONDS = 10.0
 # Each try costs a millisecond, or a process. A loop that logs must not wait for one each time.
@@ -129,13 +130,15 @@ class TrackedRun:
     def id(self) -> str | None:
         """The run's id in MLflow. Waits until the courier has created the run there.
 
-        None offline, on other ranks than 0, and after 20 seconds since the attempt began.
+        None offline, on other ranks than 0, and 20 seconds after the attempt began if MLflow has
+        failed to answer by then, else after a minute.
         """
         from rankzero.catalog.lookup import mlflow_id
 
         while not self._offline:
             found = mlflow_id(self._log.folder)
-            if found is not None or time.monotonic() - self._attempt.begun > _ID_SECONDS:
+            patience = _ANSWER_SECONDS if self._delivery.retries.failures else _IMPORT_SECONDS
+            if found is not None or time.monotonic() - self._attempt.begun > patience:
                 return found
             time.sleep(0.1)
         return None
@@ -146,11 +149,12 @@ class TrackedRun:
         run_id, uri = self.id, self._log.folder.identity.tracking_uri
         if run_id is None or not uri.startswith("http"):
             return None
-        return f"{url_without_secrets(uri)}/#/experiments/{self._experiment_id}/runs/{run_id}"
+        experiment_id = self._delivery.experiment_id
+        return f"{url_without_secrets(uri)}/#/experiments/{experiment_id}/runs/{run_id}"
 
     @property
-    def _experiment_id(self) -> str:
-        return str(delivery_state.load(delivery_state.path_of(self._log.folder, 0)).experiment_id)
+    def _delivery(self) -> DeliveryState:
+        return delivery_state.load(delivery_state.path_of(self._log.folder, 0))
 
     @property
     def step(self) -> int:
@@ -470,7 +474,7 @@ class TrackedRun:
             if run_id is None:
                 raise UserError("MLflow does not have the run")
             uri = self._log.folder.identity.tracking_uri
-            mlflow_calls.enter(uri, self._experiment_id, run_id)
+            mlflow_calls.enter(uri, str(self._delivery.experiment_id), run_id)
             self._active = run_id
 
         lost = f"mlflow's own calls do not reach {self.name}"
