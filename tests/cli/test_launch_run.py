@@ -212,9 +212,9 @@ def test_sync_delivers_what_a_command_did_not_wait_for(rankzero: Command) -> Non
     assert code == 0, output
     assert "the best model" in output and "rankzero sync hasty" in output, output
     folder = RunFolder(rankzero.folder / "mlruns/runs/hasty")
-    assert not (folder.path / best_model.MARK).exists()
+    assert not folder.logged_model.exists()
     assert folder.late_model.exists(), "sync is to know"
     code, output = rankzero("sync")
     assert code == 0 and "hasty: complete" in output, output
-    assert (folder.path / best_model.MARK).exists() and not folder.late_model.exists(), output
+    assert folder.logged_model.exists() and not folder.late_model.exists(), output
     assert "nothing to deliver" in rankzero("sync")[1]

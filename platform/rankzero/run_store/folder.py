@@ -185,6 +185,11 @@ class RunFolder:
         return self.path / "best_model.late"
 
     @property
+    def logged_model(self) -> Path:
+        """A file that says which step's model is logged, under which model id."""
+        return self.path / "best_model.json"
+
+    @property
     def description(self) -> Path:
         """Optional Markdown for the run's page, instead of the usual report."""
         return self.path / "description.md"

@@ -1,8 +1,9 @@
-"""`rankzero sync` of several runs, one of which goes away meanwhile."""
+"""`rankzero sync`: of several runs, one of which goes away; and whose best model it logs."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from rankzero.errors import FAILED
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
 from rankzero.tracking.deliverer import Deliverer
-from support.runs import append, ended, make_folder, started, steps
+from rankzero.training.checkpoints import best_model
+from support.runs import T0, append, ended, make_folder, started, steps
 from support.stores import list_runs
 
 
@@ -46,3 +48,50 @@ def test_folder_that_disappears_does_not_stop_other_deliveries(
     assert told.count(": complete, ") == 2
     status = {run.name: run.status for run in list_runs(uri)}
     assert {status[folder.path.name] for folder in (made[0], made[2])} == {"KILLED"}
+
+
+LOGS, LOGS_NONE = "train: {mlflow: {log_model: true}}", "train: {mlflow: {log_model: false}}"
+
+
+@pytest.mark.parametrize(
+    ("experiment_file", "settings", "logged_after", "late", "is_logged"),
+    [
+        (None, None, None, False, False),  # of rankzero.track
+        ("/none.py", LOGS_NONE, None, False, False),
+        ("/none.py", LOGS, None, False, True),
+        ("/none.py", "train: {}", None, False, True),  # of a version without the setting
+        ("/none.py", LOGS, 1.0, False, False),
+        ("/none.py", LOGS, -1.0, False, True),  # by an attempt before the last
+        ("/none.py", LOGS, 1.0, True, True),
+        ("/none.py", None, None, False, False),
+        ("/none.py", "no: [settings", None, False, False),
+    ],
+)
+def test_the_best_model_is_logged_if_the_run_wants_it_and_lacks_it(
+    experiment_file: str | None,
+    settings: str | None,
+    logged_after: float | None,
+    late: bool,
+    is_logged: bool,
+    new_store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copy(new_store, tmp_path / "mlflow.db")
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    folder, done = make_folder(tmp_path, uri, experiment_file=experiment_file), list[RunFolder]()
+    append(folder, started(), steps(1, 3), ended())
+    if settings is not None:
+        folder.config.write_text(settings)
+    if logged_after is not None:
+        folder.logged_model.touch()
+        end = command.lookup.last_end(folder)
+        assert end is not None and end.time >= T0
+        os.utime(folder.logged_model, (end.time + logged_after,) * 2)
+    if late:
+        folder.late_model.touch()
+    monkeypatch.setattr(best_model, "in_new_process", lambda folder, _: done.append(folder))
+    assert command.run(argparse.Namespace(run=folder.path.name, dir=tmp_path)) == 0
+    assert done == [folder] * is_logged
+    assert capsys.readouterr().out.count("\n") == 1, "nothing else is told"

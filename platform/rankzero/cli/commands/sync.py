@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 
+from rankzero import config
 from rankzero.catalog import command_lines, lookup
 from rankzero.catalog.summary import Summary
 from rankzero.errors import FAILED, FINISHED
+from rankzero.events import RunEnded
 from rankzero.mlflow_store import named_runs
 from rankzero.run_store import delivery_state, run_locks
 from rankzero.run_store.folder import FolderGone, RunFolder
@@ -40,8 +43,6 @@ def _lacks(run: Summary) -> bool:
 
 
 def _deliver(folder: RunFolder) -> int:
-    from rankzero.training.checkpoints import best_model
-
     name = folder.path.name
     try:
         result = sync.deliver(folder)
@@ -69,7 +70,27 @@ def _deliver(folder: RunFolder) -> int:
     late = [child for child in folder.children if child.late_model.exists()]
     for one in late if folder.children else [folder]:
         ended = lookup.last_end(one)
-        if ended is not None and ended.status == "FINISHED":
+        if ended is not None and ended.status == "FINISHED" and _lacks_model(one, ended):
+            # Imports PyTorch.
+            from rankzero.training.checkpoints import best_model
+
             # In a process of its own, because it runs the user's code.
             best_model.in_new_process(one, lambda text: print(f"{name}: {text}"))
     return FINISHED
+
+
+def _lacks_model(folder: RunFolder, ended: RunEnded) -> bool:
+    """Return whether the best model is still to be logged, also where a full disk took no note."""
+    if folder.late_model.exists():
+        return True
+    # A program's own run, such as one of `rankzero.track`.
+    if folder.identity.experiment_file is None:
+        return False
+    with contextlib.suppress(OSError):
+        if folder.logged_model.stat().st_mtime >= ended.time:
+            return False
+    try:
+        settings = config.read_file(folder.config)
+    except config.ConfigError:
+        return False
+    return settings.get("train.mlflow.log_model", True) is True

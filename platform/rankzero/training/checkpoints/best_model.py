@@ -32,8 +32,6 @@ from rankzero.training.data.stream import make_loader
 from rankzero.training.optimization import frozen
 from rankzero.training_position import Progress, measure_at
 
-MARK = "best_model.json"
-"""File in the run's folder: which step is logged, under which model id."""
 _POLL_SECONDS, _END_SECONDS = 0.1, 2.0
 
 
@@ -150,7 +148,7 @@ def _log_best(folder: RunFolder) -> None:
     if run_id is None:
         raise RuntimeError("the run has not reached MLflow; rankzero sync does it")
     step = checkpoint_files.read_manifest(path).step
-    mark, before = folder.path / MARK, None
+    mark, before = folder.logged_model, None
     with contextlib.suppress(OSError, ValueError):
         before = json.loads(mark.read_text(encoding="utf-8"))
     if before is not None and before["step"] == step:
