@@ -1,4 +1,4 @@
-"""Train a hand-written PyTorch DDP loop that logs nothing: the baseline of the other benchmarks.
+"""Train a hand-written PyTorch loop that logs nothing: the baseline of the other benchmarks.
 
 torchrun --nproc-per-node 2 bare.py Mlp 9 out.json [loading processes [file for rank 0's pid]]
 """
@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import recipes
 import torch
 import torch.distributed as dist
 import workloads
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 
@@ -26,13 +26,13 @@ def permutation(epoch: int, samples: int) -> torch.Tensor:
     return torch.randperm(samples, generator=torch.Generator().manual_seed(mix(0, epoch)))
 
 
-def gathered(data: TensorDataset, batch: int) -> Iterator[list[torch.Tensor]]:
+def gathered(data: TensorDataset, batch: int, rank: int, size: int) -> Iterator[list[torch.Tensor]]:
     """Yield this rank's batches of tensors in memory, without end."""
-    share = batch // dist.get_world_size()
+    share = batch // size
     for epoch in itertools.count():
         order = permutation(epoch, len(data))
         for position in range(len(data) // batch):
-            start = position * batch + dist.get_rank() * share
+            start = position * batch + rank * share
             indices = order[start : start + share]
             yield [tensor.index_select(0, indices) for tensor in data.tensors]
 
@@ -65,16 +65,15 @@ def loop(name: str, steps: int, workers: int = 0) -> tuple[list[float], float]:
     data, _ = experiment.data()
     in_memory = isinstance(data, TensorDataset)
     batch = experiment.train.batch_size
-    batches = gathered(data, batch) if in_memory else loaded(experiment, data, workers)
+    # All stages of a pipeline see all samples.
+    whole = experiment.train.strategy == "pp"
+    share = (0, 1) if whole else (dist.get_rank(), dist.get_world_size())
+    batches = gathered(data, batch, *share) if in_memory else loaded(experiment, data, workers)
     seed_all(0)
-    model = DistributedDataParallel(experiment.model(), gradient_as_bucket_view=True)
-    optimizer = experiment.optimizer(model)
+    step = recipes.step_of(experiment)
     times, loss = [], torch.tensor(0.0)
     for each in itertools.islice(batches, steps):
-        loss = experiment.measure(model, each)["loss"]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        loss = step(each)
         times.append(time.time())
     dist.all_reduce(loss := loss.detach())
     return times, loss.item() / dist.get_world_size()

@@ -140,6 +140,30 @@ class LanguageModel(Workload):
         return {"loss": cross_entropy(logits.flatten(0, 1), texts[:, 1:].flatten())}
 
 
+class Zero1(LanguageModel):
+    """The language model under AdamW, whose state the ranks divide."""
+
+    train: Train = Train(batch_size=32, strategy="zero1")
+
+    def optimizer(self, model: nn.Module) -> optim.Optimizer:
+        return optim.AdamW(model.parameters(), self.lr)
+
+
+class Fsdp(Zero1):
+    """The same, with weights and gradients divided, too."""
+
+    train: Train = Train(batch_size=32, strategy="fsdp")
+
+
+class Pipelined(Convnet):
+    """The convnet, half of its layers on each rank."""
+
+    train: Train = Train(batch_size=64, strategy="pp")
+
+    def split_points(self) -> list[str]:
+        return ["3"]
+
+
 class Sentences(Dataset[Tensor]):
     """Sentences of 8 to 64 symbols."""
 
@@ -163,3 +187,14 @@ class Lengths(LanguageModel):
 
     def collate(self, samples: list[Tensor]) -> list[Tensor]:
         return [pad_sequence(samples, batch_first=True)]
+
+
+class ManyMetrics(Mlp):
+    """The MLP with `count` metrics a step."""
+
+    count: int = 1
+
+    def measure(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        x, y = batch
+        loss = cross_entropy(model(x), y)
+        return {"loss": loss} | {f"metric_{one}": loss.detach() for one in range(1, self.count)}
