@@ -269,7 +269,14 @@ class Experiment:
     """The order in which several optimizers step, each on a loss of its own. Empty: together."""
 
     def __init_subclass__(cls) -> None:
-        _annotate_inherited(cls)
+        annotations = inspect.get_annotations(cls)
+        annotations.pop("search", None)  # A search space is not a setting.
+        # A subclass may write ``goal = Goal(…)`` without the base's annotation.
+        for base in filter(dataclasses.is_dataclass, cls.__mro__[1:]):
+            for field in dataclasses.fields(base):
+                if field.name in cls.__dict__:
+                    annotations.setdefault(field.name, field.type)
+        cls.__annotations__ = annotations
         # A wrong type is refused when the class is defined, not when a run starts. The first use
         # checks a type that is defined later, or in a function.
         with contextlib.suppress(NameError):
@@ -474,14 +481,3 @@ def _check_names(cls: type[Experiment]) -> None:
                     f"{place} is a method of Experiment, called as {words}, but its parameters "
                     f"are {inspect.signature(found)}: rename yours, or take these"
                 ) from None
-
-
-def _annotate_inherited(cls: type[Experiment]) -> None:
-    """Let a subclass write ``goal = Goal(…)`` without repeating the base's annotation."""
-    annotations = inspect.get_annotations(cls)
-    annotations.pop("search", None)  # A search space is not a setting.
-    for base in filter(dataclasses.is_dataclass, cls.__mro__[1:]):
-        for field in dataclasses.fields(base):
-            if field.name in cls.__dict__:
-                annotations.setdefault(field.name, field.type)
-    cls.__annotations__ = annotations

@@ -73,21 +73,17 @@ def _mpich(environ: Mapping[str, str]) -> Ranks:
 def _slurm(environ: Mapping[str, str]) -> Ranks:
     environ["SLURM_STEP_ID"]  # A shell inside an allocation has none: it is not a task.
     node = int(environ.get("SLURM_NODEID", 0))
+    # How many tasks each node runs, such as ``4(x2),3``.
+    listed = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_NTASKS_PER_NODE") or "1"
+    groups = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", group) for group in listed.split(",")]
+    counts = [int(group[1]) for group in groups if group for _ in range(int(group[2] or 1))]
     return Ranks(
         rank=int(environ["SLURM_PROCID"]),
         world_size=int(environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"]),
         local_rank=int(environ.get("SLURM_LOCALID", 0)),
-        local_world_size=_slurm_tasks(environ, node),
+        local_world_size=counts[min(node, len(counts) - 1)],
         node_rank=node,
     )
-
-
-def _slurm_tasks(environ: Mapping[str, str], node: int) -> int:
-    """Return how many tasks run on `node`, from a list such as ``4(x2),3``."""
-    listed = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_NTASKS_PER_NODE") or "1"
-    groups = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", group) for group in listed.split(",")]
-    counts = [int(group[1]) for group in groups if group for _ in range(int(group[2] or 1))]
-    return counts[min(node, len(counts) - 1)]
 
 
 def _tensorflow(environ: Mapping[str, str]) -> Ranks:

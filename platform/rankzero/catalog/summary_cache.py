@@ -49,7 +49,8 @@ class SummaryCache:
 
     def keep(self, run: Summary, name: str, signature: str) -> None:
         """Have `save` write a summary, if the run has ended and has not changed just now."""
-        if run.ended and _is_settled(signature):
+        now, changed = time.time_ns(), signature.split()[:2]
+        if run.ended and changed and all(now - int(one) > _SETTLED_NANOSECONDS for one in changed):
             head = json.dumps((name, signature, *run.to_row()), separators=(",", ":"))
             details = json.dumps(run.details(), separators=(",", ":"))
             self._new.append((head, f"{json.dumps(name)}\t{signature}\t{details}"))
@@ -125,13 +126,6 @@ def signature(folder: str) -> str:
         return f"{os.stat(folder).st_mtime_ns} {events.st_mtime_ns} {events.st_size}"  # noqa: PTH116
     except OSError:
         return ""
-
-
-def _is_settled(signature: str) -> bool:
-    now = time.time_ns()
-    return bool(signature) and all(
-        now - int(one) > _SETTLED_NANOSECONDS for one in signature.split()[:2]
-    )
 
 
 def _lines(path: Path) -> list[str]:

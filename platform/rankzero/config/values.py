@@ -52,7 +52,11 @@ def coerce(value: Any, annotation: Any) -> Any:
     if origin in (Union, types.UnionType):
         return _coerce_union(value, args)
     if origin is Literal:
-        return _coerce_literal(value, args)
+        for option in args:
+            is_same = type(option) is type(value) and option == value
+            if is_same or (isinstance(value, str) and render(option) == value):
+                return option
+        raise ValueError("not one of the choices")
     if origin is tuple:
         return _coerce_tuple(value, args)
     try:
@@ -170,12 +174,3 @@ def _coerce_tuple(value: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if args[-1:] == (Ellipsis,):
         args = args[:1] * len(value)
     return tuple(coerce(item, arg) for item, arg in zip(value, args, strict=True))
-
-
-def _coerce_literal(value: Any, options: tuple[Any, ...]) -> Any:
-    for option in options:
-        if (type(option) is type(value) and option == value) or (
-            isinstance(value, str) and render(option) == value
-        ):
-            return option
-    raise ValueError("not one of the choices")

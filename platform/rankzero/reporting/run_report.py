@@ -80,6 +80,7 @@ def markdown(
 
     `problems`: those of its delivery. `links`: to its pictures. `root`: its store, for commands.
     """
+    again = [line.replace("```", "'''") for line in reproduce.commands(name, facts)]
     parts = [
         f"### {end.status}: {_inline(end.reason)}",
         _lead(facts, end) + links,
@@ -88,7 +89,7 @@ def markdown(
         _checkpoints(name, facts, end, root),
         *_all_notes(facts, problems),
         _origin(facts),
-        _reproduce(name, facts),
+        "\n".join([f"{_GAP}### Reproduce\n", "```sh", *again, "```"]) if again else "",
         _setting(facts),
     ]
     # A part without content is empty. Then its heading is left out, too.
@@ -263,11 +264,6 @@ def _parameters(known: Mapping[str, str]) -> str:
         return ""
     trained = f", of which {int(trainable):,} are trained" if trainable != total else ""
     return f"{int(total):,}{trained} ({known.get('rankzero.parameters.by_module', '')})"
-
-
-def _reproduce(name: str, facts: Facts) -> str:
-    lines = [line.replace("```", "'''") for line in reproduce.commands(name, facts)]
-    return "\n".join([f"{_GAP}### Reproduce\n", "```sh", *lines, "```"]) if lines else ""
 
 
 def _setting(facts: Facts) -> str:

@@ -109,9 +109,12 @@ def verify(folder: Path, threads: int | None = None) -> Manifest:
     `threads`: those that compute. By default this rank's share of the cores, and eight at most.
     """
     manifest = check_files(folder)
+    cores = os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1)
+    # The machine's other ranks want as many.
+    threads = threads or max(1, len(cores) // ranks.detect().local_world_size)
     for name, expected in manifest.files.items():
         checksum = _WHOLE if _WHOLE in expected else _PIECES
-        found = _checksum_of_file(folder / name, checksum, threads or _free_cores())
+        found = _checksum_of_file(folder / name, checksum, threads)
         if found != expected.get(checksum):
             raise _altered(folder / name)
     return manifest
@@ -332,12 +335,6 @@ def _checksum_of(fields: Mapping[str, Any]) -> str:
 
 def _altered(path: Path) -> BrokenCheckpoint:
     return BrokenCheckpoint(f"{path} is truncated or altered: its checksum does not match")
-
-
-def _free_cores() -> int:
-    """Return how many cores this process has, if its machine's other ranks want as many."""
-    known = os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1)
-    return max(1, len(known) // ranks.detect().local_world_size)
 
 
 def _checksum_of_file(path: Path, checksum: str, threads: int) -> str:

@@ -102,9 +102,20 @@ class Journal:
 
     def sync(self) -> None:
         """Sync what was handed to the operating system. Any thread may call this."""
-        if self._descriptor >= 0:
-            self._sync_pictures()
-            self._confirm(lambda: self._fsync(self._descriptor))
+        if self._descriptor < 0:
+            return
+        # Not where they are written: the step would wait for the disk.
+        pictures = tuple(self._pictures)
+        try:
+            disk.sync_all(pictures, self._folder)
+        except OSError as error:
+            self.problems.append(
+                f"the disk did not confirm pictures ({error}): after a power loss, some may be "
+                "missing"
+            )
+        for path in pictures:
+            self._pictures.pop(path, None)
+        self._confirm(lambda: self._fsync(self._descriptor))
 
     def disown(self) -> None:
         """Write nothing any more: the process that this one was forked from does."""
@@ -145,20 +156,6 @@ class Journal:
                     f"the disk did not confirm the journal ({error}): after a power loss, "
                     "events may be missing"
                 )
-
-    def _sync_pictures(self) -> None:
-        """Sync the pictures that events name: the journal refers to them."""
-        # Not where they are written: the step would wait for the disk.
-        named = tuple(self._pictures)
-        try:
-            disk.sync_all(named, self._folder)
-        except OSError as error:
-            self.problems.append(
-                f"the disk did not confirm pictures ({error}): after a power loss, some may be "
-                "missing"
-            )
-        for path in named:
-            self._pictures.pop(path, None)
 
     def _is_due(self, event: Event) -> bool:
         """Return whether to write now. Events of one window have one time, and go together."""

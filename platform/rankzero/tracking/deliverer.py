@@ -123,7 +123,9 @@ class Deliverer:
             case Activity.READ:
                 return self._read()
             case Activity.END:
-                self._begin_end()
+                if (end := self.state.queue.ending) is not None:
+                    items, self.state = ending(end, self.state)
+                    self._items.extend(items)
                 return True
         try:
             if target is None:
@@ -298,12 +300,6 @@ class Deliverer:
                 )
         return problems
 
-    def _begin_end(self) -> None:
-        end = self.state.queue.ending
-        if end is not None:
-            items, self.state = ending(end, self.state)
-            self._items.extend(items)
-
     def _send(self, target: Target) -> None:
         (store, run), item = target, self._items[0]
         match item:
@@ -353,7 +349,13 @@ class Deliverer:
     def _set_aside(self, activity: Activity, reason: str) -> None:
         """Count the refused item or upload and continue. A batch is first divided."""
         if activity is Activity.UPLOAD:
-            self._set_upload_aside(reason)
+            file, *rest = self.state.queue.waiting
+            self._change_queue(waiting=tuple(rest))
+            name = file.value if isinstance(file, Task) else f"{type(file).__name__} {file.path}"
+            self._reject(f"upload {name}", reason)
+            if self.state.queue.ended:  # The page has been written without this.
+                self._items.append(Tags(problem_tags(self.state)))
+            self.commit()
             return
         item = self._items[0]
         parts = parts_of(item)
@@ -365,15 +367,6 @@ class Deliverer:
             self._queue_page(ended=False)
         self._reject(name_of(item), reason)
         self._drop_item()
-
-    def _set_upload_aside(self, reason: str) -> None:
-        first, *rest = self.state.queue.waiting
-        self._change_queue(waiting=tuple(rest))
-        name = first.value if isinstance(first, Task) else f"{type(first).__name__} {first.path}"
-        self._reject(f"upload {name}", reason)
-        if self.state.queue.ended:  # The page has been written without this.
-            self._items.append(Tags(problem_tags(self.state)))
-        self.commit()
 
     def _abandon(self, reason: str) -> None:
         """Skip the rest: the run was deleted in MLflow. The journals keep everything."""

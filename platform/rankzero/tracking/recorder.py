@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -99,6 +99,9 @@ def start(
         *("--job", str(job), *(() if gpu_uuids is None else ("--gpus", *gpu_uuids))),
         *(("--offline",) if offline else ()),
     ]
+    # One thread a library, and no warnings as errors.
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    path = [entry for entry in (kept.get("PYTHONPATH"), _SOURCE_ROOT) if entry]
     log = folder.path / ("recorder.log" if node == 0 else f"recorder-node_{node}.log")
     with open(log, "ab", opener=symlinks.no_follow) as output:
         # In a session of its own, so that a Ctrl-C at the terminal does not reach it.
@@ -107,7 +110,7 @@ def start(
             stdin=reader,
             stdout=output,
             stderr=output,
-            env=_environment(os.environ),
+            env={**kept, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(path)},
             start_new_session=True,
         )
     os.close(reader)
@@ -223,13 +226,6 @@ def _delivered_by_parent(folder: RunFolder) -> bool:
     """
     parent = folder.identity.parent
     return parent is not None and run_locks.writer_lives(RunFolder(folder.path.parent / parent))
-
-
-def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with one thread a library, and without warnings as errors."""
-    kept = {name: value for name, value in environ.items() if name != "PYTHONWARNINGS"}
-    path = [entry for entry in (environ.get("PYTHONPATH"), _SOURCE_ROOT) if entry]
-    return {**kept, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def _reap() -> None:

@@ -76,7 +76,10 @@ class PeriodicActions:
 
         `stop_code`: what the ranks agreed on in their last report.
         """
-        self._prepare_checkpoints()
+        # Elsewhere rank 0's own tensors are not those of the checkpoint.
+        is_whole = self._job.experiment.train.strategy in ("single", "dp", "ddp")
+        if self._checkpoints is not None and self._save_every and is_whole:
+            self._checkpoints.prepare(self._tensors)
         state, is_best = self._state, False
         metrics: dict[str, float] = {}
         # The newest checkpoint marks the evaluation as pending, so a new one must replace it.
@@ -138,12 +141,6 @@ class PeriodicActions:
                 self._emit(event)
         job.image_capture.forget()
         return metrics, is_best
-
-    def _prepare_checkpoints(self) -> None:
-        # Elsewhere rank 0's own tensors are not those of the checkpoint.
-        is_whole = self._job.experiment.train.strategy in ("single", "dp", "ddp")
-        if self._checkpoints is not None and self._save_every and is_whole:
-            self._checkpoints.prepare(self._tensors)
 
     def _tensors(self) -> Iterator[Tensor]:
         """Yield tensors of a checkpoint's shapes. Neither a collective nor a copy."""

@@ -78,14 +78,12 @@ def run(arguments: argparse.Namespace) -> int:
         _print(folder.path.name, found, experiment.goal)
         _deliver(folder, forwarder, offline=arguments.offline)
     if stopped:
-        _print_how_to_continue(folder, stopped)
+        print(
+            f"stopped by {stopped}; continue: {command(folder.root, 'repeat', folder.path.name)}",
+            flush=True,
+        )
         return RESUMABLE
     return delivery_notes.exit_code(folder) if complete else FAILED
-
-
-def _print_how_to_continue(folder: RunFolder, stopped: str) -> None:
-    again = command(folder.root, "repeat", folder.path.name)
-    print(f"stopped by {stopped}; continue: {again}", flush=True)
 
 
 def _continued(

@@ -155,16 +155,13 @@ class MetricHistory:
         if better:
             self.best, self._best_step = goal, step
         if new:
-            self._remember(step, {**known, **new}, when)
+            self.last = {**known, **new}
+            self._evaluations[step] = self.last, when
+            if len(self._evaluations) > _MOST_EVALUATIONS:
+                del self._evaluations[next(iter(self._evaluations))]
         event = Evaluated(when, step, new, better) if new else None
         is_best = better or (self._goal.metric in known and step == self._best_step)
         return event, measured, is_best
-
-    def _remember(self, step: int, metrics: dict[str, float], when: float) -> None:
-        self.last = metrics
-        self._evaluations[step] = metrics, when
-        if len(self._evaluations) > _MOST_EVALUATIONS:
-            del self._evaluations[next(iter(self._evaluations))]
 
     def _time_at(self, step: int, metrics: Collection[str]) -> float:
         """Return the time of the values that the step has already, or the time now."""

@@ -158,20 +158,16 @@ def _copy_into(source: Path, target: Path) -> None:
         if path.is_dir():
             _copy_into(path, target / path.name)
         else:
-            _link_or_copy(path, target / path.name)
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    # A hard link takes no time and no second copy of the bytes. An uploaded folder's files are
-    # never written to again, and a file that retention deletes in the run's folder stays here.
-    with contextlib.suppress(FileNotFoundError):
-        target.unlink()
-    try:
-        target.hardlink_to(source)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        shutil.copy2(source, target)
+            # A hard link takes no time and no second copy of the bytes. An uploaded folder's files
+            # are never written to again, and what retention deletes in the run's folder stays here.
+            with contextlib.suppress(FileNotFoundError):
+                (target / path.name).unlink()
+            try:
+                (target / path.name).hardlink_to(path)
+            except FileNotFoundError:
+                raise
+            except OSError:
+                shutil.copy2(path, target / path.name)
 
 
 def _local_folder(location: str) -> Path | None:

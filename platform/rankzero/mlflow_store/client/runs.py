@@ -75,11 +75,20 @@ class MlflowRuns:
         found = self.find_open_run(identity)
         if found is not None:
             return found
+        tags = {
+            "rankzero.uuid": identity.uuid,
+            "mlflow.source.name": identity.experiment_file or "rankzero",
+            "mlflow.source.type": "LOCAL",
+            "mlflow.parentRunId": identity.parent_run_id,
+        }
+        # MLflow takes a run's user from this tag, only now. A container's user may have no name.
+        with contextlib.suppress(OSError, KeyError, ImportError):
+            tags["mlflow.user"] = getpass.getuser()
         run = self._client.create_run(
             experiments.find_or_create(self._client, self._uri, identity),
             start_time=int(start_seconds * 1000),
             run_name=identity.name,
-            tags=_birth_tags(identity),
+            tags={key: limits.head(one, limits.TAG_LENGTH) for key, one in tags.items() if one},
         )
         return RunRecord.of(run)
 
@@ -289,19 +298,6 @@ def _named(name: str) -> str:
     """Return the condition that a run has a name, which has no way to write both quotes."""
     quote = "'" if "'" not in name else '"'
     return f"attributes.run_name = {quote}{name.replace(quote, '')}{quote}"
-
-
-def _birth_tags(identity: Identity) -> dict[str, str]:
-    tags = {
-        "rankzero.uuid": identity.uuid,
-        "mlflow.source.name": identity.experiment_file or "rankzero",
-        "mlflow.source.type": "LOCAL",
-        "mlflow.parentRunId": identity.parent_run_id,
-    }
-    # MLflow takes a run's user from this tag, and only now. A container's user may have no name.
-    with contextlib.suppress(OSError, KeyError, ImportError):
-        tags["mlflow.user"] = getpass.getuser()
-    return {key: limits.head(value, limits.TAG_LENGTH) for key, value in tags.items() if value}
 
 
 def _dataset_input(event: DataDescribed) -> DatasetInput:

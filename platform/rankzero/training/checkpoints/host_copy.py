@@ -64,11 +64,17 @@ class HostCopier:
             self._use_pinned_memory(self._pinned)
 
         def copy_tensor(tensor: Tensor, path: tuple[Any, ...]) -> Tensor:
-            source = tensor.detach()
-            on_gpu = source.device.type == "cuda"
+            source, buffer = tensor.detach(), self._buffers.get(path)
+            on_gpu, kind = source.device.type == "cuda", kind_of(tensor)
             if on_gpu:
                 gpus.add(source.device)
-            return self._buffer(source, path).copy_(source, non_blocking=on_gpu)
+            if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
+                if kind is not None and self._spare[kind]:
+                    buffer = self._spare[kind].pop()
+                else:
+                    buffer = torch.empty_like(source, device="cpu", pin_memory=on_gpu)
+                self._buffers[path] = buffer
+            return buffer.copy_(source, non_blocking=on_gpu)
 
         copied = _map_tensors(state, copy_tensor, ())
         self._spare.clear()
@@ -111,17 +117,6 @@ class HostCopier:
             # CUDA refuses where the host is short of memory. This memory goes before each buffer is
             # allocated when it is needed.
             self._pinned = None
-
-    def _buffer(self, source: Tensor, path: tuple[Any, ...]) -> Tensor:
-        buffer = self._buffers.get(path)
-        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-            pinned, kind = source.device.type == "cuda", kind_of(source)
-            if kind is not None and self._spare[kind]:
-                buffer = self._spare[kind].pop()
-            else:
-                buffer = torch.empty_like(source, device="cpu", pin_memory=pinned)
-            self._buffers[path] = buffer
-        return buffer
 
 
 def kind_of(tensor: Tensor) -> Kind | None:

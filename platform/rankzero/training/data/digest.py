@@ -75,7 +75,13 @@ def compute(dataset: Any) -> tuple[str, str]:
         if names:
             found, how = contents, f"up to {ROWS} rows of {', '.join(dict.fromkeys(names))}"
         else:
-            settings = _settings(_innermost(dataset))
+            settings = [
+                # A name without its folder: where data lie does not matter.
+                (name, portable.rpartition("/")[2] if isinstance(portable, str) else portable)
+                for name, value in _attributes(_innermost(dataset))
+                if name[:1] != "_" and isinstance(value, (str, int, float, bool, Path))
+                for portable in [_portable(value)]
+            ]
             found = [*contents, repr(settings).encode()]
             how = "its type, its length" + "".join(f", {name}" for name, _ in settings)
     return hashlib.sha256(b"\0".join(found)).hexdigest()[:16], how[:200]
@@ -91,24 +97,20 @@ def _innermost(dataset: Any) -> Any:
     return dataset
 
 
-def _settings(dataset: Any) -> list[tuple[str, Any]]:
-    """Return the public attributes that are numbers or text."""
-    found = []
-    for name, value in _attributes(dataset):
-        if name[:1] != "_" and isinstance(value, (str, int, float, bool, Path)):
-            value = _portable(value)
-            # A name without its folder: where data lie does not matter.
-            found.append((name, value.rpartition("/")[2] if isinstance(value, str) else value))
-    return found
-
-
 def _contents(dataset: Any, names: list[str], depth: int) -> Iterator[bytes]:
     """Yield what the data set holds. Append the names of the attributes read to `names`."""
     # Two data sets may hold each other.
     if depth > _DEEPEST:
         return
     if isinstance(dataset, Subset):
-        yield from (b"subset", _indices(dataset.indices))
+        # Evenly spaced, and the same for a list and a tensor.
+        indices = dataset.indices
+        places = _spaced(len(indices), INDICES)
+        is_array = isinstance(indices, (Tensor, np.ndarray))
+        picked = (
+            indices[places].tolist() if is_array else [_portable(indices[one]) for one in places]
+        )
+        yield from (b"subset", repr((len(indices), picked)).encode())
         yield from _contents(dataset.dataset, names, depth + 1)
         return
     if isinstance(dataset, ConcatDataset):
@@ -174,16 +176,6 @@ def _spaced_index(shape: Sequence[int], most: int) -> tuple[Any, ...]:
     if size and len(shape) > 1:
         return (rows, *np.unravel_index(steps, tuple(shape[1:])))
     return (rows, *[steps] * (len(shape) - 1))
-
-
-def _indices(indices: Any) -> bytes:
-    """Return evenly spaced entries of a subset's indices, the same for a list and a tensor."""
-    places = _spaced(len(indices), INDICES)
-    if isinstance(indices, (Tensor, np.ndarray)):
-        picked = indices[places].tolist()
-    else:
-        picked = [_portable(indices[place]) for place in places]
-    return repr((len(indices), picked)).encode()
 
 
 def _portable(value: Any) -> Any:

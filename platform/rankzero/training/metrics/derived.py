@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -37,15 +36,11 @@ def derived(
             raise UserError(
                 f"derive() returned {name!r}, which measure() returns: use another name"
             )
-        numbers[name] = _number(name, value)
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise UserError(f"derive()[{name!r}] must be a number, got {value!r}") from None
     return numbers
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise UserError(f"derive()[{name!r}] must be a number, got {value!r}") from None
 
 
 def derived_columns(

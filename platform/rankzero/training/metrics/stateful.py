@@ -25,10 +25,13 @@ class StatefulMetrics:
         self._world, self._divided = world, parts > 1
         self._objects = dict(objects)
         self._arguments: dict[str, list[Sequence[Tensor]]] = {}
+        # Importing it takes a second. If it is not loaded, no object is of its classes.
+        library = sys.modules.get("torchmetrics")
+        kinds = (library.Metric, library.MetricCollection) if library else ()
         for name, metric in self._objects.items():
             if isinstance(metric, nn.Module):
                 metric.to(world.device)
-            if not _is_torchmetrics(metric):
+            if not isinstance(metric, kinds):
                 self._arguments[name] = []
             elif not self._divided:
                 # The ranks see the same samples, or only one rank has outputs.
@@ -118,12 +121,6 @@ def without_stateful(measure: Callable[..., Any], names: Collection[str]) -> Cal
         return {name: value for name, value in values.items() if name not in names}
 
     return measure_sums
-
-
-def _is_torchmetrics(metric: object) -> bool:
-    # Importing it takes a second. If it is not loaded, no object is of its classes.
-    library = sys.modules.get("torchmetrics")
-    return library is not None and isinstance(metric, (library.Metric, library.MetricCollection))
 
 
 def _numbers(name: str, value: Any) -> dict[str, float]:

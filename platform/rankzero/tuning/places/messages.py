@@ -135,8 +135,10 @@ class Lines:
         Raises EOFError if the other end is gone and has left nothing.
         """
         messages = list[Message]()
-        deadline = None if seconds is None else time.monotonic() + seconds
-        while not messages and wait([self.reading], _left_until(deadline)):
+        until = time.monotonic() + (seconds or 0.0)
+        while not messages and wait(
+            [self.reading], None if seconds is None else max(0.0, until - time.monotonic())
+        ):
             try:
                 content = os.read(self.reading, _CHUNK_BYTES)
             except ConnectionError:
@@ -154,7 +156,3 @@ class Lines:
         number, _, text = line[len(_MARK) :].partition(b":")
         self._begun.setdefault(number, []).append(text[1:])
         return b"".join(self._begun.pop(number)) if text[:1] == _LAST else b""
-
-
-def _left_until(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())

@@ -18,8 +18,16 @@ _GAIN = "gain in samples/s (%), with 95 % intervals"
 
 def interactive(measured: Sequence[ProbeResult], effects: Sequence[Effect]) -> list[Any]:
     """Return plotly figures of what was measured."""
+    import plotly.graph_objects as go
+
     figures = [_heat_map(measured)] if measured else []
-    return [*figures, _bars(effects)] if _measured(effects) else figures
+    if shown := _measured(effects):
+        names, gains, below, above, colours = _bars_of(shown)
+        error = {"array": above, "arrayminus": below}
+        bar = go.Bar(x=gains, y=names, error_x=error, marker_color=colours, orientation="h")
+        axes = {"xaxis": {"title": _GAIN}, "yaxis": {"autorange": "reversed"}}
+        figures.append(go.Figure(bar, layout={"title": _KNOBS, **axes}))
+    return figures
 
 
 def write_pngs(folder: Path, measured: Sequence[ProbeResult], effects: Sequence[Effect]) -> None:
@@ -39,16 +47,6 @@ def write_pngs(folder: Path, measured: Sequence[ProbeResult], effects: Sequence[
 
 def _measured(effects: Sequence[Effect]) -> list[Effect]:
     return [one for one in effects if math.isfinite(one.gain)]
-
-
-def _bars(effects: Sequence[Effect]) -> Any:
-    import plotly.graph_objects as go
-
-    names, gains, below, above, colours = _bars_of(_measured(effects))
-    error = {"array": above, "arrayminus": below}
-    bar = go.Bar(x=gains, y=names, error_x=error, marker_color=colours, orientation="h")
-    axes = {"xaxis": {"title": _GAIN}, "yaxis": {"autorange": "reversed"}}
-    return go.Figure(bar, layout={"title": _KNOBS, **axes})
 
 
 _Bars = tuple[list[str], list[float], list[float], list[float], list[str]]

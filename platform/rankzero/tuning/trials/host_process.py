@@ -144,7 +144,14 @@ def _main(pipe: Connection, libraries: Sequence[str], share: Share) -> None:
 
 
 def _launch(entry: Callable[[Any], str], topology: agent.Topology, request: Any, logs: Path) -> str:
-    _log_output(logs / "launcher.log")
+    logs.mkdir(parents=True, exist_ok=True)
+    how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    descriptor = os.open(logs / "launcher.log", how, 0o644)
+    # Also the output of the processes that this one starts.
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)
+    output.escape_unencodable()
     try:
         # Ctrl-C reaches this process twice, from the terminal and from the search. That is one
         # request. To end a trial at once, the search sends SIGQUIT.
@@ -157,16 +164,6 @@ def _launch(entry: Callable[[Any], str], topology: agent.Topology, request: Any,
     if result.reason:
         print(result.reason, flush=True)
     return result.status
-
-
-def _log_output(path: Path) -> None:
-    """Send the output of this process and its children to a file from now on."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
-    os.close(descriptor)
-    output.escape_unencodable()
 
 
 def _follow_the_search(working: threading.Lock) -> None:

@@ -58,7 +58,11 @@ def factor_to_lead(
 def as_run(trial: int, seed: int, result: TrialResult, objective: Objective) -> ConfirmationRun:
     """Return a training on a new seed as a confirmation. No value: it missed the quality."""
     curve = result.curve
-    reached = result.state == "COMPLETE" and objective.gap(curve) <= 0
+    reached, lost = result.state == "COMPLETE" and objective.gap(curve) <= 0, None
+    # Nobody would repeat one that failed.
+    if not reached and result.state != "FAIL" and not result.constraints.get(MEMORY):
+        # The search stopped one that is PRUNED. A user's own training would go on to its end.
+        lost = objective.cost(curve, is_whole=result.state == "PRUNED")
     return ConfirmationRun(
         trial=trial,
         seed=seed,
@@ -68,16 +72,8 @@ def as_run(trial: int, seed: int, result: TrialResult, objective: Objective) -> 
         memory_bytes=(curve.memory_megabytes or 0.0) * 1e6 or None,
         joules=curve.joules,
         is_timed=objective.is_timed(curve),
-        lost=None if reached else _lost(result, objective),
+        lost=lost,
     )
-
-
-def _lost(result: TrialResult, objective: Objective) -> float | None:
-    """Return what a training costs that missed the quality; None if nobody would repeat it."""
-    if result.state == "FAIL" or result.constraints.get(MEMORY):
-        return None
-    # The search stopped one that is PRUNED. A user's own training would go on to its end.
-    return objective.cost(result.curve, is_whole=result.state == "PRUNED")
 
 
 def by_trial(stored: Stored) -> dict[int, list[ConfirmationRun]]:
