@@ -1,6 +1,6 @@
 """Run searchers on a recorded table, with the same accounting for all. It trains nothing.
 
-    python benchmarks/replay.py [--table digits] [--replays 50] [--longer 10]
+    python benchmarks/replay.py [--table digits] [--replays 100] [--longer 10]
 
 Every searcher pays, by the recorded clock, for each training: the training seconds until it stops
 and the fixed cost of a run. It also pays for probes and confirmations. The configuration that it
@@ -14,7 +14,9 @@ best training of a noisy table takes --best-seconds.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
+import json
 import math
 import multiprocessing
 import random
@@ -28,10 +30,11 @@ from typing import Any
 import optuna
 import recorded_tables
 from hard_tasks import TASKS
-from harness import RESULTS, save
+from harness import RESULTS, machine, save
 from recorded_tables import CONFIRM_SEEDS, METRIC, NEVER, SEARCH_SEEDS, Key, Row, Table
 
 from rankzero import Choice, Experiment
+from rankzero.confidence import half_width
 from rankzero.config import flatten
 from rankzero.events import Evaluated, Event, RunEnded, Status, StepsLogged
 from rankzero.search_ranges import LogUniform
@@ -51,6 +54,7 @@ PROBE_SECONDS = 1.2
 _READABLE, _WRITER = multiprocessing.Pipe()
 _WRITER.close()
 Step = tuple[float, Key]  # cost so far, configuration that would be returned
+SHARES = [number / 50 for number in range(1, 51)]
 
 
 class ReplayLauncher:
@@ -507,18 +511,72 @@ def draw(curves: dict[str, list[float]], shares: Sequence[float], path: Path) ->
     figure.savefig(path, dpi=110)
 
 
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """What one replay of a searcher showed."""
+
+    judged: dict[str, float]
+    curve: list[float]
+    """The regret after each fiftieth of the grid's cost, or of 100 random trainings."""
+
+
+def replays_of(name: str, table: Table, count: int, jobs: int) -> list[Replay]:
+    """Replay a searcher, in `jobs` processes."""
+    one = functools.partial(_replay, name, table)
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        return pool.map(one, range(count), chunksize=5)
+
+
+def _replay(name: str, table: Table, number: int) -> Replay:
+    quarter, steps = budget(table), CONTESTANTS[name](table, number)
+    curve = [regret_at(table, steps, 4 * quarter * share) for share in SHARES]
+    return Replay(judge(table, steps, quarter), curve)
+
+
+def summary(replays: Sequence[Replay]) -> dict[str, Any]:
+    """Return medians and other figures of a searcher's replays, and those of each replay."""
+    judged = [one.judged for one in replays]
+    regrets = [one["regret"] for one in judged]
+    luck = random.Random(0)
+    medians = sorted(statistics.median(luck.choices(regrets, k=len(regrets))) for _ in range(1000))
+    return {
+        **{key: statistics.median(one[key] for one in judged) for key in judged[0]},
+        "regret_90": percentile_90(regrets),
+        "share_within_5_percent": statistics.fmean(regret <= 0.05 for regret in regrets),
+        "replays": len(replays),
+        # Of 1,000 draws with replacement (the bootstrap's percentiles).
+        "regret_interval": [medians[25], medians[974]],
+        "regrets": [round(regret, 3) for regret in regrets],
+        "areas": [round(one["area"], 4) for one in judged],
+        "curve": [
+            statistics.median(each) for each in zip(*(r.curve for r in replays), strict=True)
+        ],
+    }
+
+
+def add_differences(found: dict[str, dict[str, Any]]) -> None:
+    """Add each searcher's mean area over that of `ours`, with half its 95 % interval."""
+    own = found.get("ours", {}).get("areas", [])
+    for one in found.values():
+        areas = one.get("areas", [])
+        if own and len(areas) == len(own):
+            over = [area - mine for area, mine in zip(areas, own, strict=True)]
+            one["area_over_ours"] = [statistics.fmean(over), half_width(over)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--table", choices=("digits", *TASKS), default="digits")
-    parser.add_argument("--replays", type=int, default=50)
+    parser.add_argument("--replays", type=int, default=100)
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--longer", type=float, default=1.0, help="of digits")
     parser.add_argument("--best-seconds", type=float, default=60.0, help="of the other tables")
     usual = [name for name in CONTESTANTS if name != SLOW]
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=usual)
     options = parser.parse_args()
-    replays, is_hard = options.replays, options.table != "digits"
+    is_hard = options.table != "digits"
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     table = (
@@ -532,39 +590,29 @@ def main() -> None:
         f"the grid: {len(table.keys)} cells, {close} of them within 5 % of the best, "
         f"{GRID_SEEDS} seeds, {_grid_seconds(table):.0f} s; the budget: {quarter:.0f} s"
     )
-    shares = [number / 50 for number in range(1, 51)]
-    found, curves = {}, {}
-    for name in options.only:
-        runs = [CONTESTANTS[name](table, number) for number in range(replays)]
-        judged = [judge(table, steps, quarter) for steps in runs]
-        curves[name] = [
-            statistics.median(regret_at(table, steps, 4 * quarter * share) for steps in runs)
-            for share in shares
-        ]
-        found[name] = {key: statistics.median(one[key] for one in judged) for key in judged[0]}
-        found[name] |= {
-            "regret_90": percentile_90([one["regret"] for one in judged]),
-            "share_within_5_percent": statistics.fmean(one["regret"] <= 0.05 for one in judged),
-        }
-        print(
-            f"{name:36}" + "  ".join(f"{key} {value:8.3f}" for key, value in found[name].items()),
-            flush=True,
-        )
-    if options.only != usual:
-        return
     suffix = f"_{options.table}" if is_hard else ""
     suffix += "" if options.longer == 1 else f"_{options.longer:g}_times_longer"
-    save(
-        f"replay{suffix}",
-        replays=replays,
-        cells=len(table.keys),
-        cells_within_5_percent=close,
-        best_seconds=best,
-        budget_seconds=quarter,
-        target=table.target,
-        contestants=found,
-    )
-    draw(curves, shares, RESULTS / f"replay{suffix}.png")
+    known = RESULTS / f"replay{suffix}.json"
+    before = json.loads(known.read_text())["contestants"] if known.exists() else {}
+    # Of a version that kept medians only.
+    found = {name: one for name, one in before.items() if "curve" in one}
+    for name in options.only:
+        replays = replays_of(name, table, options.replays, options.jobs)
+        found[name] = {"machine": machine(), **summary(replays)}
+        shown = ((key, found[name][key]) for key in (*replays[0].judged, "regret_90"))
+        print(f"{name:36}" + "  ".join(f"{key} {value:8.3f}" for key, value in shown), flush=True)
+        # Each says when it was replayed: it takes minutes, and is replayed alone again.
+        add_differences(found)
+        save(
+            known.stem,
+            cells=len(table.keys),
+            cells_within_5_percent=close,
+            best_seconds=best,
+            budget_seconds=quarter,
+            target=table.target,
+            contestants=found,
+        )
+    draw({name: one["curve"] for name, one in found.items()}, SHARES, known.with_suffix(".png"))
 
 
 def _fast() -> str | None:

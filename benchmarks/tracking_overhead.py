@@ -63,9 +63,17 @@ def server(folder: Path) -> Iterator[str]:
 
 
 def side_by_side(
-    name: str, steps: int, blocks: int, uris: dict[str, str | None], folder: Path
+    name: str,
+    steps: int,
+    blocks: int,
+    uris: dict[str, str | None],
+    folder: Path,
+    tolerance: float = 1e-3,
 ) -> list[dict[str, Any]]:
-    """Return every turn of the candidates, in the order in which they ran."""
+    """Return every turn of the candidates, in the order in which they ran.
+
+    `tolerance`: by how much their last losses may differ.
+    """
     out = folder / "turns.json"
     run(
         torchrun(HERE / "side_by_side.py", name, steps, blocks, json.dumps(uris), out),
@@ -74,7 +82,7 @@ def side_by_side(
     )
     turns: list[dict[str, Any]] = json.loads(out.read_text())
     losses = [turn["loss"] for turn in turns]
-    assert max(losses) - min(losses) < 1e-3, f"not the same work: {losses}"
+    assert max(losses) - min(losses) < tolerance, f"not the same work: {losses}"
     return turns
 
 

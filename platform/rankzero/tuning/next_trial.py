@@ -20,7 +20,7 @@ from rankzero.tuning.trial import Trial, Trials
 
 _CLOSE, _NEAR, _SLOW = 0.1, 0.5, 2.0  # relative, relative, times the best
 _MOST_RANKED = 100  # trials that are looked at for challengers
-_ALIKE = 1.3  # ratio of learning rates
+_ALIKE = 2.0  # ratio of learning rates
 _MOST_EARLIER = 3
 _STEP_TO_A_FIRST = 8.0  # of the learning rate, until a trial reaches the quality
 Parameters = Mapping[str, Any]
