@@ -104,7 +104,7 @@ def _contents(dataset: Any, names: list[str], depth: int) -> Iterator[bytes]:
         return
     if isinstance(dataset, Subset):
         # Evenly spaced, and the same for a list and a tensor.
-        indices = dataset.indices
+        indices: Any = dataset.indices
         places = _spaced(len(indices), INDICES)
         is_array = isinstance(indices, (Tensor, np.ndarray))
         picked = (
