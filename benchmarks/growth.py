@@ -119,7 +119,7 @@ def of_steps(count: int, root: Path) -> Costs:
     shown = use_of(["report", name], root)
     listed = use_of(["runs"], root)
     return {
-        "writing the journal, s": written,
+        "making the journal, s": written,
         "journal, MB": folder.events.stat().st_size / 1e6,
         "sync, processor time, s": synced.cpu_seconds,
         "sync, most memory, MB": synced.peak_bytes / 1e6,
@@ -284,12 +284,12 @@ AXES: dict[str, tuple[Callable[[int, Path], Costs], tuple[int, ...]]] = {
 
 def exponents(rows: dict[int, Costs]) -> Costs:
     """Return each cost's slope of the logarithm between the two largest sizes."""
+    if len(rows) < 2:
+        return {}
     (one, small), (other, large) = sorted(rows.items())[-2:]
-    width = math.log(other / one)
-    return {
-        name: math.log(max(large[name], 1e-9) / max(small[name], 1e-9)) / width
-        for name in large.keys() & small.keys()
-    }
+    # A difference of two readings may be below its noise.
+    known = [name for name in large if min(large[name], small.get(name, 0.0)) > 0]
+    return {name: math.log(large[name] / small[name]) / math.log(other / one) for name in known}
 
 
 def main() -> None:
@@ -297,9 +297,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=AXES, default=list(AXES))
-    parser.add_argument("--sizes", nargs="+", type=int, help="other sizes than the usual ones")
+    parser.add_argument("--sizes", nargs="+", type=int, help="other sizes, not saved")
     parser.add_argument("--quick", action="store_true", help="the two smallest sizes, not saved")
     options = parser.parse_args()
+    if options.sizes and len(options.only) > 1:
+        parser.error("--sizes needs --only with one name")
     known = RESULTS / "growth.json"
     axes = json.loads(known.read_text())["axes"] if known.exists() else {}
     for axis in options.only:
@@ -316,7 +318,7 @@ def main() -> None:
         for name, slope in slopes.items():
             print(f"    {name}: exponent {slope:.2f}   wanted <= {WANTED}", flush=True)
         axes[axis] = {"machine": machine(), "exponents": slopes, "rows": rows}
-        if not options.quick:
+        if not (options.quick or options.sizes):
             save("growth", wanted=WANTED, axes=axes)
 
 

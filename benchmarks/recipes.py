@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import workloads
 from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -37,15 +38,17 @@ def ddp(experiment: workloads.Workload) -> Step:
 
 def zero1(experiment: workloads.Workload) -> Step:
     model = DistributedDataParallel(experiment.model(), gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, lr=experiment.lr)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), optim.AdamW, lr=experiment.lr, fused=True
+    )
     return _step(experiment, model, optimizer)
 
 
 def fsdp(experiment: workloads.Workload) -> Step:
     model: Any = experiment.model()
-    for layer in model.layers.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in [*model.layers.layers, model]:
+        fully_shard(layer, mesh=mesh)
     return _step(experiment, model, experiment.optimizer(model))
 
 

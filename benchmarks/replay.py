@@ -54,6 +54,7 @@ PROBE_SECONDS = 1.2
 _READABLE, _WRITER = multiprocessing.Pipe()
 _WRITER.close()
 Step = tuple[float, Key]  # cost so far, configuration that would be returned
+FEWEST_SAVED = 40
 SHARES = [number / 50 for number in range(1, 51)]
 
 
@@ -483,7 +484,7 @@ def percentile_90(values: Sequence[float]) -> float:
     return sorted(values)[math.ceil(0.9 * len(values)) - 1]
 
 
-def draw(curves: dict[str, list[float]], shares: Sequence[float], path: Path) -> None:
+def draw(curves: dict[str, list[float]], path: Path) -> None:
     """Draw the median regret against the cost."""
     from matplotlib.figure import Figure
 
@@ -492,7 +493,7 @@ def draw(curves: dict[str, list[float]], shares: Sequence[float], path: Path) ->
     for name, curve in curves.items():
         shown = [min(max(regret, 0.005), 10.0) for regret in curve]
         axes.plot(
-            shares,
+            SHARES,
             shown,
             label=name,
             linewidth=3 if name == "ours" else 1.2,
@@ -509,6 +510,9 @@ def draw(curves: dict[str, list[float]], shares: Sequence[float], path: Path) ->
     )
     figure.legend(fontsize=7, loc="outside right upper")
     figure.savefig(path, dpi=110)
+
+
+USUAL = [name for name in CONTESTANTS if name != SLOW]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -558,10 +562,20 @@ def add_differences(found: dict[str, dict[str, Any]]) -> None:
     """Add each searcher's mean area over that of `ours`, with half its 95 % interval."""
     own = found.get("ours", {}).get("areas", [])
     for one in found.values():
+        one.pop("area_over_ours", None)
         areas = one.get("areas", [])
         if own and len(areas) == len(own):
             over = [area - mine for area, mine in zip(areas, own, strict=True)]
             one["area_over_ours"] = [statistics.fmean(over), half_width(over)]
+
+
+def earlier(path: Path, task: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the kept replays of the same task. An older version kept medians only."""
+    before = json.loads(path.read_text()) if path.exists() else {}
+    if not task.items() <= before.items():
+        return {}
+    kept = before["contestants"].items()
+    return {name: one for name, one in kept if name in CONTESTANTS and "curve" in one}
 
 
 def main() -> None:
@@ -573,8 +587,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--longer", type=float, default=1.0, help="of digits")
     parser.add_argument("--best-seconds", type=float, default=60.0, help="of the other tables")
-    usual = [name for name in CONTESTANTS if name != SLOW]
-    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=usual)
+    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=USUAL)
     options = parser.parse_args()
     is_hard = options.table != "digits"
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -590,29 +603,20 @@ def main() -> None:
         f"the grid: {len(table.keys)} cells, {close} of them within 5 % of the best, "
         f"{GRID_SEEDS} seeds, {_grid_seconds(table):.0f} s; the budget: {quarter:.0f} s"
     )
-    suffix = f"_{options.table}" if is_hard else ""
-    suffix += "" if options.longer == 1 else f"_{options.longer:g}_times_longer"
-    known = RESULTS / f"replay{suffix}.json"
-    before = json.loads(known.read_text())["contestants"] if known.exists() else {}
-    # Of a version that kept medians only.
-    found = {name: one for name, one in before.items() if "curve" in one}
+    longer = "" if options.longer == 1 else f"_{options.longer:g}_times_longer"
+    known = RESULTS / f"replay{f'_{options.table}' if is_hard else ''}{longer}.json"
+    task = {"target": table.target, "best_seconds": best, "budget_seconds": quarter}
+    found = earlier(known, task)
     for name in options.only:
         replays = replays_of(name, table, options.replays, options.jobs)
         found[name] = {"machine": machine(), **summary(replays)}
         shown = ((key, found[name][key]) for key in (*replays[0].judged, "regret_90"))
         print(f"{name:36}" + "  ".join(f"{key} {value:8.3f}" for key, value in shown), flush=True)
-        # Each says when it was replayed: it takes minutes, and is replayed alone again.
-        add_differences(found)
-        save(
-            known.stem,
-            cells=len(table.keys),
-            cells_within_5_percent=close,
-            best_seconds=best,
-            budget_seconds=quarter,
-            target=table.target,
-            contestants=found,
-        )
-    draw({name: one["curve"] for name, one in found.items()}, SHARES, known.with_suffix(".png"))
+        if options.replays >= FEWEST_SAVED:
+            # Each says when it was replayed: it takes minutes, and is replayed alone again.
+            add_differences(found)
+            save(known.stem, cells=len(table.keys), near_best=close, **task, contestants=found)
+            draw({name: one["curve"] for name, one in found.items()}, known.with_suffix(".png"))
 
 
 def _fast() -> str | None:

@@ -20,8 +20,8 @@ from rankzero.mlflow_store.uris import default_tracking_uri
 
 STEPS = {"Zero1": 900, "Fsdp": 600, "Pipelined": 800}
 WANTED = 0.98
-# Of losses of about 5.5. AdamW magnifies sums in another order: 5.529 and 5.531 after 900 steps.
-TOLERANCE = 0.02
+# AdamW magnifies sums in another order: losses of 5.529 and 5.531 after 900 steps.
+TOLERANCES = {"Zero1": 0.01, "Fsdp": 0.01, "Pipelined": 1e-3}
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
         uris = {"bare": None, "tracked": default_tracking_uri(folder)}
         for name in options.only:
             steps, blocks = (100, 1) if options.quick else (STEPS[name], options.blocks)
-            turns = side_by_side(name, steps, blocks, uris, folder, TOLERANCE)
+            turns = side_by_side(name, steps, blocks, uris, folder, TOLERANCES[name])
             tracked, bare = (mean_rates(turns, who, "steady") for who in ("tracked", "bare"))
             ratio = ratios(tracked, bare) | interval(tracked, bare)
             print(line(name, ratio, f">= {WANTED}"))

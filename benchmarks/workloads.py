@@ -146,7 +146,7 @@ class Zero1(LanguageModel):
     train: Train = Train(batch_size=32, strategy="zero1")
 
     def optimizer(self, model: nn.Module) -> optim.Optimizer:
-        return optim.AdamW(model.parameters(), self.lr)
+        return optim.AdamW(model.parameters(), self.lr, fused=True)
 
 
 class Fsdp(Zero1):
