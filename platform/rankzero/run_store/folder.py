@@ -186,7 +186,7 @@ class RunFolder:
 
     @property
     def logged_model(self) -> Path:
-        """A file that says which step's model is logged, under which model id."""
+        """A file: which step's model is logged, under which id, and the attempt's end by then."""
         return self.path / "best_model.json"
 
     @property

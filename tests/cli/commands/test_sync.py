@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
+import json
+import math
 import shutil
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.training.checkpoints import best_model
-from support.runs import T0, append, ended, make_folder, started, steps
+from support.runs import append, ended, make_folder, started, steps
 from support.stores import list_runs
 
 
@@ -60,9 +61,11 @@ LOGS, LOGS_NONE = "train: {mlflow: {log_model: true}}", "train: {mlflow: {log_mo
         ("/none.py", LOGS_NONE, None, False, False),
         ("/none.py", LOGS, None, False, True),
         ("/none.py", "train: {}", None, False, True),  # of a version without the setting
-        ("/none.py", LOGS, 1.0, False, False),
+        ("/none.py", LOGS, 0.0, False, False),
         ("/none.py", LOGS, -1.0, False, True),  # by an attempt before the last
-        ("/none.py", LOGS, 1.0, True, True),
+        ("/none.py", LOGS, 0.0, True, True),
+        ("/none.py", LOGS_NONE, None, True, False),
+        ("/none.py", LOGS, math.nan, False, True),  # a damaged note
         ("/none.py", None, None, False, False),
         ("/none.py", "no: [settings", None, False, False),
     ],
@@ -85,10 +88,10 @@ def test_the_best_model_is_logged_if_the_run_wants_it_and_lacks_it(
     if settings is not None:
         folder.config.write_text(settings)
     if logged_after is not None:
-        folder.logged_model.touch()
         end = command.lookup.last_end(folder)
-        assert end is not None and end.time >= T0
-        os.utime(folder.logged_model, (end.time + logged_after,) * 2)
+        assert end is not None
+        note = json.dumps({"step": 3, "model_id": "m", "ended": end.time + logged_after})
+        folder.logged_model.write_text(note if logged_after == logged_after else "{")
     if late:
         folder.late_model.touch()
     monkeypatch.setattr(best_model, "in_new_process", lambda folder, _: done.append(folder))

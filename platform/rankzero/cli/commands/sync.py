@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 
 from rankzero import config
 from rankzero.catalog import command_lines, lookup
@@ -81,16 +82,17 @@ def _deliver(folder: RunFolder) -> int:
 
 def _lacks_model(folder: RunFolder, ended: RunEnded) -> bool:
     """Return whether the best model is still to be logged, also where a full disk took no note."""
-    if folder.late_model.exists():
-        return True
     # A program's own run, such as one of `rankzero.track`.
     if folder.identity.experiment_file is None:
         return False
-    with contextlib.suppress(OSError):
-        if folder.logged_model.stat().st_mtime >= ended.time:
-            return False
     try:
         settings = config.read_file(folder.config)
     except config.ConfigError:
+        return folder.late_model.exists()
+    if settings.get("train.mlflow.log_model") is False:
         return False
-    return settings.get("train.mlflow.log_model", True) is True
+    # An attempt that ended later may have a better model. Older versions did not note the end.
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        logged = json.loads(folder.logged_model.read_text(encoding="utf-8"))
+        return folder.late_model.exists() or logged["ended"] != ended.time
+    return True

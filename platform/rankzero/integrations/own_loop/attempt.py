@@ -83,7 +83,22 @@ class Attempt:
         self, state_dict: Mapping[str, Any], at: int, measured: Mapping[str, float], better: bool
     ) -> None:
         """Copy a state, for a checkpoint."""
-        self.log_all(self._writer().save(state_dict, at, measured, better))
+        # Imports torch, which a program without checkpoints may not even have.
+        from rankzero.training.checkpoints.writer import Checkpoints, unlogged
+
+        if self.checkpoints is None:
+            folder = self.log.folder
+            self.checkpoints = Checkpoints(
+                folder.path,
+                self._keep,
+                self._goal,
+                notice=self.log.notice,
+                flush_journal=self.log.flush,
+                sync_journal=self.log.sync,
+            )
+            events = read_all(folder.events)
+            self.log_all(unlogged(folder.path, events, self._keep, self._goal))
+        self.log_all(self.checkpoints.save(state_dict, at, measured, better))
 
     def finish_checkpoints(self) -> None:
         """Return once the checkpoints so far are written."""
@@ -137,24 +152,6 @@ class Attempt:
                     "mean, for instance",
                 )
         return floats
-
-    def _writer(self) -> Any:
-        # Imports torch, which a program without checkpoints may not even have.
-        from rankzero.training.checkpoints.writer import Checkpoints, unlogged
-
-        if self.checkpoints is None:
-            folder = self.log.folder
-            self.checkpoints = Checkpoints(
-                folder.path,
-                self._keep,
-                self._goal,
-                notice=self.log.notice,
-                flush_journal=self.log.flush,
-                sync_journal=self.log.sync,
-            )
-            events = read_all(folder.events)
-            self.log_all(unlogged(folder.path, events, self._keep, self._goal))
-        return self.checkpoints
 
     def _close_checkpoints(self, *, finished: bool) -> None:
         if self.checkpoints is not None:

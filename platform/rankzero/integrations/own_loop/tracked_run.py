@@ -130,14 +130,14 @@ class TrackedRun:
     def id(self) -> str | None:
         """The run's id in MLflow. Waits until the courier has created the run there.
 
-        None offline, on other ranks than 0, and 20 seconds after the attempt began if MLflow has
-        failed to answer by then, else after a minute.
+        None offline, on other ranks than 0, and 20 seconds after the attempt began if MLflow does
+        not answer, else after a minute.
         """
         from rankzero.catalog.lookup import mlflow_id
 
         while not self._offline:
             found = mlflow_id(self._log.folder)
-            patience = _ANSWER_SECONDS if self._delivery.retries.failures else _IMPORT_SECONDS
+            patience = _ANSWER_SECONDS if self._delivery.retries.error else _IMPORT_SECONDS
             if found is not None or time.monotonic() - self._attempt.begun > patience:
                 return found
             time.sleep(0.1)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rankzero import config, experiment_file
-from rankzero.catalog import command_lines
+from rankzero.catalog import command_lines, lookup
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment, Goal
 from rankzero.launch import signals
@@ -151,7 +151,11 @@ def _log_best(folder: RunFolder) -> None:
     mark, before = folder.logged_model, None
     with contextlib.suppress(OSError, ValueError):
         before = json.loads(mark.read_text(encoding="utf-8"))
+    ended = lookup.last_end(folder)
+    note = {"step": step, "ended": None if ended is None else ended.time}
     if before is not None and before["step"] == step:
+        # `rankzero sync` then knows that the newest attempt has no better one.
+        write_atomically(mark, json.dumps({**before, **note}))
         return
     model = _load_model(experiment, path)
     tracker = MlflowRuns(identity.tracking_uri)
@@ -166,7 +170,7 @@ def _log_best(folder: RunFolder) -> None:
         code_paths=[source],
         tags={"rankzero.step": str(step), "rankzero.model": "best"},
     )
-    write_atomically(mark, json.dumps({"step": step, "model_id": model_id}))
+    write_atomically(mark, json.dumps({**note, "model_id": model_id}))
     # Only now, so that MLflow always has one of them.
     if before is not None:
         tracker.models.delete_checkpoint(before["model_id"])

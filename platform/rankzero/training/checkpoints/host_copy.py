@@ -65,10 +65,11 @@ class HostCopier:
 
         def copy_tensor(tensor: Tensor, path: tuple[Any, ...]) -> Tensor:
             source, buffer = tensor.detach(), self._buffers.get(path)
-            on_gpu, kind = source.device.type == "cuda", kind_of(tensor)
+            on_gpu = source.device.type == "cuda"
             if on_gpu:
                 gpus.add(source.device)
             if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
+                kind = kind_of(source)
                 if kind is not None and self._spare[kind]:
                     buffer = self._spare[kind].pop()
                 else:

@@ -26,7 +26,7 @@ class StatefulMetrics:
         self._objects = dict(objects)
         self._arguments: dict[str, list[Sequence[Tensor]]] = {}
         # Importing it takes a second. If it is not loaded, no object is of its classes.
-        library = sys.modules.get("torchmetrics")
+        library = sys.modules.get("torchmetrics") if objects else None
         kinds = (library.Metric, library.MetricCollection) if library else ()
         for name, metric in self._objects.items():
             if isinstance(metric, nn.Module):

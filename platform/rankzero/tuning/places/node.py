@@ -64,16 +64,19 @@ class _Node:
             wait([self._lines.reading, *handles], _LOOK_SECONDS if self._trial else None)
             for message in self._lines.receive():
                 self.do(message)
-            if not self._trial:
-                continue
-            (folder, changed), has_ended = self._trial, self._host.has_ended()
-            if has_ended:
-                await_end(RunFolder(folder))
-            for change in changed.changes():
-                self._lines.send(change)
-            if has_ended:
-                self._trial = None
-                self._lines.send(Ended(self._host.was_lost))
+            if self._trial:
+                self._look(*self._trial)
+
+    def _look(self, folder: Path, changed: Mirror) -> None:
+        """Send what has changed in the trial's folder, and whether the trial has ended."""
+        has_ended = self._host.has_ended()
+        if has_ended:
+            await_end(RunFolder(folder))
+        for change in changed.changes():
+            self._lines.send(change)
+        if has_ended:
+            self._trial = None
+            self._lines.send(Ended(self._host.was_lost))
 
     def do(self, message: Message) -> None:
         """Do what one message asks for."""
