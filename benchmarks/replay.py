@@ -570,12 +570,11 @@ def add_differences(found: dict[str, dict[str, Any]]) -> None:
 
 
 def earlier(path: Path, task: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the kept replays of the same task. An older version kept medians only."""
+    """Return the kept replays of the same task. Those of older versions are medians only."""
     before = json.loads(path.read_text()) if path.exists() else {}
     if not task.items() <= before.items():
         return {}
-    kept = before["contestants"].items()
-    return {name: one for name, one in kept if name in CONTESTANTS and "curve" in one}
+    return {name: one for name, one in before["contestants"].items() if name in CONTESTANTS}
 
 
 def main() -> None:
@@ -616,7 +615,8 @@ def main() -> None:
             # Each says when it was replayed: it takes minutes, and is replayed alone again.
             add_differences(found)
             save(known.stem, cells=len(table.keys), near_best=close, **task, contestants=found)
-            draw({name: one["curve"] for name, one in found.items()}, known.with_suffix(".png"))
+            curves = {name: one["curve"] for name, one in found.items() if "curve" in one}
+            draw(curves, known.with_suffix(".png"))
 
 
 def _fast() -> str | None:
