@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -131,7 +131,7 @@ def of_steps(count: int, root: Path) -> Costs:
     }
 
 
-def _long_run(steps: int) -> Sequence[Event] | map[Event]:
+def _long_run(steps: int) -> Iterator[Event]:
     """Return the events of a run that logs a loss at each step."""
     begun = 1_800_000_000.0
 

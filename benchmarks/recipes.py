@@ -54,9 +54,9 @@ def fsdp(experiment: workloads.Workload) -> Step:
 
 def pipeline(experiment: workloads.Workload) -> Step:
     rank, size = dist.get_rank(), dist.get_world_size()
+    # As `split_points` of the workload says.
     layers = list(experiment.model().children())
-    cut = [name for name, _ in experiment.model().named_children()].index("3")
-    part = nn.Sequential(*(layers[:cut] if rank == 0 else layers[cut:]))
+    part = nn.Sequential(*(layers[:3] if rank == 0 else layers[3:]))
     stage = PipelineStage(part, rank, size, torch.device("cpu"))
     schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=cross_entropy)
     optimizer = experiment.optimizer(part)

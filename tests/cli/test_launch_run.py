@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import shutil
 import signal
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rankzero import config, experiment_file
+from rankzero.catalog.lookup import last_end
 from rankzero.cli import launch_run
 from rankzero.cli.display import delivery_notes
 from rankzero.errors import RunFailed
@@ -216,5 +218,7 @@ def test_sync_delivers_what_a_command_did_not_wait_for(rankzero: Command) -> Non
     assert folder.late_model.exists(), "sync is to know"
     code, output = rankzero("sync")
     assert code == 0 and "hasty: complete" in output, output
-    assert folder.logged_model.exists() and not folder.late_model.exists(), output
+    logged, end = json.loads(folder.logged_model.read_text()), last_end(folder)
+    assert end is not None and logged["ended"] == end.time, "a later sync has nothing to do"
+    assert not folder.late_model.exists(), output
     assert "nothing to deliver" in rankzero("sync")[1]

@@ -42,7 +42,7 @@ from rankzero.integrations.own_loop.null_run import NullTrackedRun
 from rankzero.integrations.own_loop.params import params_of
 from rankzero.integrations.own_loop.tracked_run import TrackedRun
 from rankzero.mlflow_store.client import MlflowRuns
-from rankzero.run_store import checkpoint_files
+from rankzero.run_store import checkpoint_files, delivery_state
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import Journal, read_all
 from rankzero.tracking import delivery_status
@@ -805,3 +805,28 @@ with rankzero.track("mine", name="r1", offline=True) as run:
 print("ended", flush=True)
 sys.stdin.readline()
 """
+
+
+def test_the_id_waits_longer_for_a_slow_import_than_for_an_mlflow_that_fails() -> None:
+    run = unrecorded()
+    assert run.folder is not None
+    path, found = delivery_state.path_of(RunFolder(run.folder), 0), list[str | None]()
+
+    def save(run_id: str | None = None, error: str | None = None) -> None:
+        retries = delivery_state.Retries(failures=1, error=error)  # it may be an earlier attempt's
+        delivery_state.save(path, delivery_state.DeliveryState(run_id=run_id, retries=retries))
+
+    save(error="refused")
+    run._attempt.begun -= 21.0
+    assert run.id is None
+    save()
+    asking = threading.Thread(target=lambda: found.append(run.id))
+    asking.start()
+    asking.join(0.3)
+    assert asking.is_alive()
+    save(run_id="abc")
+    asking.join(10.0)
+    assert found == ["abc"]
+    save()
+    run._attempt.begun -= 40.0
+    assert run.id is None

@@ -6,6 +6,8 @@ import argparse
 import json
 import math
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -98,3 +100,17 @@ def test_the_best_model_is_logged_if_the_run_wants_it_and_lacks_it(
     assert command.run(argparse.Namespace(run=folder.path.name, dir=tmp_path)) == 0
     assert done == [folder] * is_logged
     assert capsys.readouterr().out.count("\n") == 1, "nothing else is told"
+
+
+def test_a_sync_with_nothing_to_do_imports_no_pytorch(new_store: Path, tmp_path: Path) -> None:
+    shutil.copy(new_store, tmp_path / "mlflow.db")
+    folder = make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
+    append(folder, started(), steps(1, 3), ended())
+    assert command.run(argparse.Namespace(run=folder.path.name, dir=tmp_path)) == 0
+    words = ["sync", folder.path.name, "--dir", str(tmp_path)]
+    script = f"import sys; from rankzero.cli.main import main; main({words!r})\n"
+    script += "print({'torch', 'mlflow'} & sys.modules.keys())"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert "complete" in done.stdout and done.stdout.endswith("set()\n"), done.stdout

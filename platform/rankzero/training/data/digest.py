@@ -75,12 +75,14 @@ def compute(dataset: Any) -> tuple[str, str]:
         if names:
             found, how = contents, f"up to {ROWS} rows of {', '.join(dict.fromkeys(names))}"
         else:
-            settings = [
-                # A name without its folder: where data lie does not matter.
-                (name, portable.rpartition("/")[2] if isinstance(portable, str) else portable)
+            known = (
+                (name, _portable(value))
                 for name, value in _attributes(_innermost(dataset))
                 if name[:1] != "_" and isinstance(value, (str, int, float, bool, Path))
-                for portable in [_portable(value)]
+            )
+            settings = [  # A name without its folder: where data lie does not matter.
+                (name, value.rpartition("/")[2] if isinstance(value, str) else value)
+                for name, value in known
             ]
             found = [*contents, repr(settings).encode()]
             how = "its type, its length" + "".join(f", {name}" for name, _ in settings)

@@ -58,7 +58,8 @@ def factor_to_lead(
 def as_run(trial: int, seed: int, result: TrialResult, objective: Objective) -> ConfirmationRun:
     """Return a training on a new seed as a confirmation. No value: it missed the quality."""
     curve = result.curve
-    reached, lost = result.state == "COMPLETE" and objective.gap(curve) <= 0, None
+    reached = result.state == "COMPLETE" and objective.gap(curve) <= 0
+    lost = None
     # Nobody would repeat one that failed.
     if not reached and result.state != "FAIL" and not result.constraints.get(MEMORY):
         # The search stopped one that is PRUNED. A user's own training would go on to its end.
