@@ -739,6 +739,45 @@ def test_the_minutes_include_the_confirmation(tmp_path: Path) -> None:
     assert 30 < study.facts["seconds"] <= 92
 
 
+class BadLuck(FakeLauncher):
+    """The user's own configuration takes longer, and others miss the target on some new seeds."""
+
+    misses: tuple[int, ...] = (1001,)
+
+    def speed(self, experiment: Experiment) -> float:
+        return super().speed(experiment) * (0.4 if experiment.train.batch_size == 32 else 1.0)
+
+    def quality(self, experiment: Experiment, samples: float) -> float:
+        fails = experiment.train.batch_size != 32 and experiment.train.seed in self.misses
+        return super().quality(experiment, samples) * (0.5 if fails else 1.0)
+
+
+class BadLuckTwice(BadLuck):
+    misses = (1000, 1002)
+
+
+@pytest.mark.parametrize("kind", [BadLuck, BadLuckTwice])
+@pytest.mark.parametrize("minutes", [1.3, 3.0])
+def test_a_challenger_with_bad_luck_gets_a_second_look(
+    kind: type[BadLuck], minutes: float, tmp_path: Path
+) -> None:
+    space, launcher = make_space(Mine(), 1, 0.5, samples=1000), kind()
+    study = open_study(f"sqlite:///{tmp_path / 's.db'}", "s", sampler="tpe", pruner="none", seed=0)
+    study.draw_from(space.parameters())
+    found = Session(
+        study,
+        space,
+        [launcher],
+        SearchOptions(trials=12, minutes=minutes, challengers=1),
+        lambda text: None,
+        lambda: launcher.seconds,
+    ).run(guesses(space))
+    assert found.beaten and len(found.winner.runs) == 6
+    # Only if there is time for its slow runs.
+    assert len(found.reference.runs) == (3 if minutes < 2 else 6)
+    assert launcher.seconds <= 60 * minutes
+
+
 def devices_of(study: Study, trial: int) -> int:
     return int(study.trials()[trial].parameters[DEVICES])
 

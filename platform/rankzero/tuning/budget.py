@@ -55,14 +55,19 @@ class Budget:
         trials = self._study.trials()
         if len(trials.taken) >= self._most_trials:
             return False
-        # The time of the confirmation is kept free.
-        return self._options.minutes is None or self._fits(self._confirmation_seconds(trials))
+        return self.allows_another_seed()
 
     def allows_another_seed(self) -> bool:
         """Return whether there is time to train a trial on another seed."""
-        return self._options.minutes is None or self._fits(
-            self._confirmation_seconds(self._study.trials())
+        if self._options.minutes is None:
+            return True
+        # The time of the confirmation is kept free: if challengers miss the quality on every seed,
+        # too, but then not more than half of all.
+        usual, most = (
+            self._confirmation_seconds(self._study.trials(), misses=misses)
+            for misses in (False, True)
         )
+        return self._fits(max(usual, min(most, self._most_seconds / 2)))
 
     def is_spent_before(self, number: int) -> bool:
         """Return whether the trials before this one used up the budget.
@@ -119,8 +124,13 @@ class Budget:
     def _fits(self, seconds: float) -> bool:
         return self.seconds + seconds < self._most_seconds
 
-    def _confirmation_seconds(self, trials: Trials, *, in_full: bool = False) -> float:
-        """Return the estimated seconds of the confirmation, future challengers included."""
+    def _confirmation_seconds(
+        self, trials: Trials, *, in_full: bool = False, misses: bool = False
+    ) -> float:
+        """Return the estimated seconds of the confirmation, future challengers included.
+
+        `misses`: challengers miss the quality on every seed.
+        """
         reference = next_trial.reference_trial(trials, self._space)
         if reference is None:
             return 0.0
@@ -129,10 +139,15 @@ class Budget:
         # Challengers that are still to be found will be about as fast as the fastest known trial.
         # As long as there is none, one will do: a bad guess must not use up the budget.
         missing = 1 + most - len(found) if in_full or len(found) > 1 else min(1, most)
-        return self._seconds_of([*found, *[min(found, key=_train_seconds)] * missing])
+        challengers = [*found[1:], *[min(found, key=_train_seconds)] * missing]
+        longer = (confirm.MISSED - 1) * sum(map(_train_seconds, found[1:])) if misses else 0.0
+        return self._seconds_of([reference, *challengers], longer)
 
-    def _seconds_of(self, candidates: Sequence[Trial]) -> float:
-        """Return the estimated seconds to train these on all seeds."""
+    def _seconds_of(self, candidates: Sequence[Trial], longer: float = 0.0) -> float:
+        """Return the estimated seconds to train these on all seeds.
+
+        `longer`: by so many seconds all of them together on each seed.
+        """
         trials = self._study.trials()
         reference = next_trial.reference_trial(trials, self._space)
         own = 0.0 if reference is None else _train_seconds(reference)
@@ -146,7 +161,7 @@ class Budget:
             fixed + (_train_seconds(one) if one.feasible else min(late, _train_seconds(one)))
             for one in candidates
         )
-        return _MARGIN * self._options.seeds * each / self._side_by_side
+        return _MARGIN * self._options.seeds * (each + longer) / self._side_by_side
 
 
 def _train_seconds(trial: Trial) -> float:

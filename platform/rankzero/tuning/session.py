@@ -28,7 +28,7 @@ from rankzero.tuning.trials import follower
 from rankzero.tuning.trials.follower import TrialJob, TrialPool, TrialResult
 from rankzero.tuning.trials.launcher import TrainLauncher
 from rankzero.tuning.verdict import confirm
-from rankzero.tuning.verdict.decide import LOOKS, Verdict, finalists
+from rankzero.tuning.verdict.decide import LOOKS, Candidate, Verdict, decide, second_look
 
 CONFIRMATIONS, DISTURBED, TARGET = "confirmations", "disturbed", "target"
 """Facts of a study: the confirmation runs, the seeds of those that were trained again because the
@@ -341,19 +341,27 @@ class Session:
         trials, space, seeds = self._study.trials(), self._space, self._options.seeds
         reference = next_trial.reference_trial(trials, space)
         challengers = next_trial.challengers(trials, space, self._options.challengers)
-        candidates = [trial for trial in (reference, *challengers) if trial is not None]
-        for look in range(LOOKS):
+        members.require_lead(self._study)
+        if reference is None or not challengers:
+            return
+        self._train_rounds([reference, *challengers], range(seeds))
+        self._repeat_disturbed([reference, *challengers])
+        left = {one.number: one for one in challengers}
+        while not self._verdict().beaten:
             members.require_lead(self._study)
-            if len(candidates) < 2:
+            own, found = self._candidates()
+            once = [one for one in found if one.trial in left]
+            nearest = second_look(self._objective.name, own, once)
+            if nearest is None:
                 return
-            rounds = range(look * seeds, (look + 1) * seeds)
-            self._train_rounds(candidates, rounds)
-            self._repeat_disturbed(candidates)
-            # The second look trains only the two that it may separate.
-            left = finalists(self._verdict())
-            candidates = [trial for trial in candidates if trial.number in left]
-            if not self._budget.allows_another_round(candidates):
+            pair = [reference, left.pop(nearest.trial)]
+            # Its own runs show whether it is reliable. A slow reference takes many times as long.
+            if not (nearest.reached or self._budget.allows_another_round(pair)):
+                del pair[0]
+            if not self._budget.allows_another_round(pair):
                 return
+            self._train_rounds(pair, range(seeds, LOOKS * seeds))
+            self._repeat_disturbed(pair)
 
     def _train_rounds(self, candidates: Sequence[Trial], rounds: Sequence[int]) -> None:
         first_seed = self._space.reference.train.seed
@@ -420,6 +428,9 @@ class Session:
     def _confirmations(self) -> list[dict[str, Any]]:
         return list(self._study.facts.get(CONFIRMATIONS, []))
 
+    def _candidates(self) -> tuple[Candidate, list[Candidate]]:
+        """Return the reference and the challengers, with their confirmations."""
+        return confirm.candidates_of(self._study.trials(), self._space, self.sound_confirmations())
+
     def _verdict(self) -> Verdict:
-        trials, stored = self._study.trials(), self.sound_confirmations()
-        return confirm.verdict_of(trials, self._space, self._objective, stored)
+        return decide(self._objective.name, *self._candidates())

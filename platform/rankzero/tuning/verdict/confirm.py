@@ -13,14 +13,14 @@ from rankzero.tuning.objective import MEMORY, Objective
 from rankzero.tuning.space import BATCH_INDEX, DEVICES, FACTOR, PRECISION, SPEED, Space
 from rankzero.tuning.trial import Trial, Trials
 from rankzero.tuning.trials.follower import TrialResult
-from rankzero.tuning.verdict.decide import Candidate, ConfirmationRun, Verdict, decide
+from rankzero.tuning.verdict.decide import Candidate, ConfirmationRun
 
 NEW_SEED = 1000
 """Added to the experiment's seed: no trial has used a confirmation's seed."""
 CLEARLY_WORSE = 2.0
 """Times the best: so long is a configuration trained again that missed the quality before."""
 MISSED = 4.0
-"""Times the steps of its trial: so long is one trained again that reached the quality before."""
+"""Times the steps of its trial: so long is one trained again, at most, that reached the quality."""
 _FEWEST_ROUNDS = 3  # to know what is usual
 _DISTURBANCE, _MUCH = 0.05, 4.0  # relative; times the usual disturbance
 Stored = Sequence[Mapping[str, Any]]
@@ -124,8 +124,10 @@ def disturbed(stored: Stored) -> list[int]:
     return sorted(found, key=lambda one: -worst[one])
 
 
-def verdict_of(trials: Trials, space: Space, objective: Objective, stored: Stored) -> Verdict:
-    """Decide by the stored confirmations. The reference must be among the trials."""
+def candidates_of(
+    trials: Trials, space: Space, stored: Stored
+) -> tuple[Candidate, list[Candidate]]:
+    """Return the reference and the challengers. The reference must be among the trials."""
     confirmed = by_trial(stored)
     reference = reference_trial(trials, space)
     if reference is None:
@@ -140,8 +142,7 @@ def verdict_of(trials: Trials, space: Space, objective: Objective, stored: Store
         for trial in trials
         if trial.number in confirmed
     }
-    own = candidates.pop(reference.number)
-    return decide(objective.name, own, list(candidates.values()))
+    return candidates.pop(reference.number), list(candidates.values())
 
 
 def _candidate(space: Space, trial: Trial, runs: Sequence[ConfirmationRun]) -> Candidate:

@@ -160,11 +160,10 @@ def decide(objective: Name, reference: Candidate, challengers: Sequence[Candidat
 
 
 def _beats(one: Candidate, reference: Candidate, scale: _Scale) -> bool:
-    """Return whether a challenger is better than the reference: more reliable, or surely faster."""
+    """Return whether a challenger is surely better, or reaches what the reference does not."""
     apart = scale.mean(reference) - scale.mean(one)
     if reference.costs:
-        is_safer = one.reached and not reference.reached and apart >= 0
-        return is_safer or apart > scale.floor(reference, one)
+        return apart > scale.floor(reference, one)
     if one.reached or one.share > reference.share:
         return True
     return one.share == reference.share and apart >= 0
@@ -191,15 +190,25 @@ def detectable(noise: float, seeds: int, challengers: int) -> float:
     return math.expm1(max(_FLOOR, student_t(freedom, sure) * noise * math.sqrt(2 / seeds)))
 
 
-def finalists(verdict: Verdict) -> tuple[int, ...]:
-    """Return the trials that more seeds may separate: the reference and the nearest, or none.
+def second_look(
+    objective: Name, reference: Candidate, challengers: Sequence[Candidate]
+) -> Candidate | None:
+    """Return the challenger that more seeds may show to be better than the reference, or None.
 
-    None if the verdict is clear, or if the gain would not be worth it even if it were sure.
+    `challengers`: those with one look so far. None if the gain would not be worth it even if it
+    were sure.
     """
-    if verdict.beaten or verdict.nearest is None or verdict.gain is None:
-        return ()
-    worth = _gain(verdict.objective, _worth(verdict.objective))
-    return (verdict.reference.trial, verdict.nearest) if verdict.gain > worth else ()
+    if not reference.costs:
+        return None
+    scale = _Scale(objective, [reference, *challengers], sure=1.0)
+    able = [one for one in challengers if one.costs]
+    if able:
+        nearest = min(able, key=scale.mean)
+        apart = scale.mean(reference) - scale.mean(nearest)
+        return nearest if apart > _worth(objective) else None
+    # All missed the quality on most seeds. It may have been bad luck.
+    reached = [one for one in challengers if one.values]
+    return min(reached, key=lambda one: (-one.share, scale.mean(one)), default=None)
 
 
 def median(values: Sequence[float | None]) -> float:
