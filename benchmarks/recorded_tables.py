@@ -88,6 +88,10 @@ class Table:
         first = seeds.index(random.Random(f"{number} {trial}").choice(seeds))
         return seeds[(first + again) % len(seeds)]
 
+    def confirm_seeds(self, number: int) -> list[int]:
+        """Return the seeds of this replay's confirmations. Else all replays share one luck."""
+        return random.Random(number).sample(CONFIRM_SEEDS, len(CONFIRM_SEEDS))
+
     def seconds_to_target(self, key: Key, seed: int) -> float:
         """Return the training seconds to the target; if it is missed, `missed` or `NEVER`."""
         curve, row = LearningCurve(self.own.goal), self.row(key, seed)

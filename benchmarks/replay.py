@@ -71,7 +71,8 @@ class ReplayLauncher:
         asked = experiment.train.seed
         again = asked - self.table.own.train.seed
         luck = self.table.search_seed(self.number, experiment.lr, again)
-        seed = luck if again < NEW_SEED else CONFIRM_SEEDS[again - NEW_SEED]
+        confirmed = self.table.confirm_seeds(self.number)
+        seed = luck if again < NEW_SEED else confirmed[(again - NEW_SEED) % len(confirmed)]
         self.seconds += self.table.fixed_seconds
         return ReplayRunning(self, experiment, name, self.table.row(key, seed))
 
@@ -264,11 +265,12 @@ def random_confirmed(table: Table, number: int) -> list[Step]:
         for count, key in enumerate(draw.choice(table.keys) for _ in searched)
     ]
     best = list(dict.fromkeys(key for _, key in sorted(found)))[:3]
-    spent += sum(table.cost(key, one, to_target=True) for key in best for one in CONFIRM_SEEDS[:3])
+    seeds = table.confirm_seeds(number)[:3]
+    spent += sum(table.cost(key, one, to_target=True) for key in best for one in seeds)
     chosen = min(
         best,
         key=lambda key: statistics.geometric_mean(
-            table.seconds_to_target(key, one) for one in CONFIRM_SEEDS[:3]
+            table.seconds_to_target(key, one) for one in seeds
         ),
     )
     return [*searched, (spent, chosen)]

@@ -1,0 +1,140 @@
+"""Check the verdicts of real searches: train winner and own configuration on ten new seeds each.
+
+    python benchmarks/live_search.py rows letters chapters digits [--studies 5] [--minutes 2]
+
+Each study has its own seeds, so that its trials and confirmations differ from those of the others.
+The checks alternate, and no search used their seeds. A study takes about four minutes. Results are
+added to those of earlier calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import tempfile
+from typing import Any
+
+from hard_tasks import TASKS
+from harness import RESULTS, machine, save
+from noisy_digits import NoisyDigits
+
+import rankzero
+from rankzero import Experiment, config
+from rankzero.confidence import student_t
+from rankzero.run_store.folder import RunFolder
+from rankzero.tuning.learning_curve import LearningCurve
+from rankzero.tuning.verdict.decide import ConfirmationRun, costs_of
+
+NAME = "live_search"
+SUBJECTS: dict[str, type[Experiment]] = {**TASKS, "digits": NoisyDigits}
+# A search trains on its seed and the next ones, and confirms on those from 1000 higher on.
+APART, CHECKS_FROM = 10_000, 5_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tasks", nargs="+", choices=SUBJECTS)
+    parser.add_argument("--studies", type=int, default=5)
+    parser.add_argument("--minutes", type=float, default=2)
+    parser.add_argument("--checks", type=int, default=10)
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    known = RESULTS / f"{NAME}.json"
+    rows = json.loads(known.read_text())["rows"] if known.exists() else []
+    for _ in range(options.studies):
+        for task in options.tasks:
+            number = sum(row["task"] == task for row in rows)
+            found = study(SUBJECTS[task](), APART * (1 + number), options.minutes, options.checks)
+            rows.append({"task": task, "number": number, **found, "date": machine()["date"]})
+            save(NAME, minutes=options.minutes, rows=rows)
+            print(task, number, found["sentence"], flush=True)
+            print(f"    stated {found['stated']}, checked {found['checked']}", flush=True)
+    print(summary(rows))
+
+
+def study(own: Experiment, seed: int, minutes: float, checks: int) -> dict[str, Any]:
+    """Search around the configuration, and check what the verdict states."""
+    own = with_seed(own, seed)
+    with tempfile.TemporaryDirectory() as folder:
+        handle = rankzero.search(own, minutes=minutes, nproc=1, dir=folder)
+        best = handle.sweet_spot
+        runs: dict[str, list[ConfirmationRun]] = {"own": [], "best": []}
+        for number in range(checks):
+            sides = [("own", own), ("best", best)]
+            for side, chosen in sides if number % 2 else sides[::-1]:
+                one = check(with_seed(chosen, seed + CHECKS_FROM + number), folder)
+                runs[side].append(one)
+        metrics = handle.run.metrics
+        stated = [metrics.get(name) for name in ("gain", "gain_low", "gain_high")]
+        return {
+            "sentence": handle.sentence,
+            "trials": len(handle.trials),
+            "won": config.rendered(best) != config.rendered(own),
+            "settings": config.rendered(best),
+            "stated": stated,
+            "checked": gain(runs["own"], runs["best"]),
+            "runs": {
+                side: [[one.value, one.lost] for one in found] for side, found in runs.items()
+            },
+        }
+
+
+def with_seed(experiment: Experiment, seed: int) -> Experiment:
+    return config.override(experiment, {"train.seed": seed})
+
+
+def check(experiment: Experiment, folder: str) -> ConfirmationRun:
+    """Train once as a user does. Return its training seconds to the target, or what it cost."""
+    run = rankzero.train(experiment, nproc=1, dir=folder, offline=True)
+    curve = LearningCurve(experiment.goal)
+    for event in RunFolder(run.folder).all_events():
+        curve(event)
+    reached = curve.seconds_to(experiment.goal.target or 0.0)
+    lost = curve.seconds if reached is None else None
+    return ConfirmationRun(0, experiment.train.seed, reached, curve.best, lost=lost)
+
+
+def gain(own: list[ConfirmationRun], best: list[ConfirmationRun]) -> dict[str, float] | None:
+    """Return the ratio of the costs to the target, with its 95 % interval.
+
+    None if a configuration missed the target on half of its seeds. The runs are not pairs: a seed
+    draws something else in another configuration.
+    """
+    ours, theirs = ([math.log(cost) for cost in costs_of(runs)] for runs in (own, best))
+    if min(len(ours), len(theirs)) < 2:
+        return None
+    effect = statistics.fmean(ours) - statistics.fmean(theirs)
+    errors = [statistics.variance(found) / len(found) for found in (ours, theirs)]
+    # Welch's degrees of freedom.
+    freedom = sum(errors) ** 2 / sum(one**2 / (len(ours) - 1) for one in errors)
+    width = student_t(int(freedom), 0.975) * math.sqrt(sum(errors))
+    ends = {"mean": effect, "low": effect - width, "high": effect + width}
+    return {name: math.exp(value) for name, value in ends.items()}
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Return by task how many stated intervals cover the checked gain, and the mean ratio."""
+    lines = []
+    for task in [*SUBJECTS, "all"]:
+        won = [row for row in rows if task in (row["task"], "all") and row["won"]]
+        sure = [row for row in won if row["checked"] and None not in row["stated"]]
+        inside = sum(
+            low <= row["checked"]["mean"] <= high
+            for row in sure
+            for _, low, high in [row["stated"]]
+        )
+        if sure:
+            ratio = statistics.geometric_mean(
+                row["stated"][0] / row["checked"]["mean"] for row in sure
+            )
+            lines.append(f"{task}: {inside} of {len(sure)} cover; stated/checked {ratio:.2f}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
