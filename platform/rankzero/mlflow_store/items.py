@@ -23,7 +23,7 @@ class MetricPoint(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MetricBatch:
-    """At most a thousand points, which is what MLflow takes in one request."""
+    """The points of one request, or of one transaction."""
 
     points: list[MetricPoint]
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rankzero.mlflow_store import limits, ready_tables
 from rankzero.mlflow_store.items import MetricPoint
+from rankzero.mlflow_store.uris import sqlite_path
 
 _LOCKED_SECONDS = 20.0  # MLflow's own
 _ACTIVE = "SELECT 1 FROM runs WHERE run_uuid = ? AND lifecycle_stage = 'active'"
@@ -30,6 +31,16 @@ ON CONFLICT ("key", run_uuid) DO UPDATE SET value = excluded.value, step = exclu
 WHERE (excluded.step, excluded.timestamp, excluded.value)
     > (latest_metrics.step, latest_metrics.timestamp, latest_metrics.value)"""
 _Row = tuple[str, float, int, int, bool, str]
+_POINTS_PER_TRANSACTION = 10_000
+
+
+def batch_size(tracking_uri: str) -> int:
+    """Return how many points to send at a time.
+
+    The table is ordered by the metric's name. So a transaction costs a page for each metric in it.
+    """
+    is_direct = sqlite_path(tracking_uri) is not None
+    return _POINTS_PER_TRANSACTION if is_direct else limits.METRICS_PER_BATCH
 
 
 def log_points(database: Path, run_id: str, points: Sequence[MetricPoint]) -> bool:
@@ -53,7 +64,8 @@ def log_points(database: Path, run_id: str, points: Sequence[MetricPoint]) -> bo
         connection.execute("BEGIN IMMEDIATE")
         if connection.execute(_ACTIVE, (run_id,)).fetchone() is None:
             return False
-        connection.executemany(_INSERT, rows)
+        # In the table's order, which takes half the time if there are many metrics.
+        connection.executemany(_INSERT, sorted(rows, key=lambda row: (row[0], row[2], row[3])))
         connection.executemany(_LATEST, latest.values())
         connection.execute("COMMIT")
     return True

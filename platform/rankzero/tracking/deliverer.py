@@ -33,6 +33,7 @@ from rankzero.events import (
     RunEnded,
     RunStarted,
 )
+from rankzero.mlflow_store import sqlite_metrics
 from rankzero.mlflow_store.items import RETRIES, MetricBatch, MlflowItem, Tags, name_of, parts_of
 from rankzero.mlflow_store.uris import RunGone
 from rankzero.permanent_errors import refusal
@@ -275,9 +276,9 @@ class Deliverer:
             return False
         cursor = dataclasses.replace(cursor, offsets=offsets, checksums=checksums)
         # Only now: an error of `translate` must not lose the events.
-        items, self.state = translate(
-            events, dataclasses.replace(self.state, cursor=cursor, problems=problems)
-        )
+        state = dataclasses.replace(self.state, cursor=cursor, problems=problems)
+        size = sqlite_metrics.batch_size(self._folder.identity.tracking_uri)
+        items, self.state = translate(events, state, size)
         self._items.extend(items)
         if not items:
             self.commit()

@@ -42,7 +42,7 @@ _STEPS_REMEMBERED = 1000
 
 
 def translate(
-    events: Iterable[Event], state: DeliveryState
+    events: Iterable[Event], state: DeliveryState, batch_size: int = limits.METRICS_PER_BATCH
 ) -> tuple[list[MlflowItem], DeliveryState]:
     """Return what to send for the events, in order, and the state once all of it is sent.
 
@@ -53,7 +53,7 @@ def translate(
     points: list[MetricPoint] = []
     for event in events:
         if isinstance(event, RunStarted):
-            items += _batches(points)
+            items += _batches(points, batch_size)
             points = []
             items.append(draft.start_attempt(event))
         elif isinstance(event, DataDescribed):
@@ -66,7 +66,7 @@ def translate(
             items.append(Tags(dict(event.tags)))
         else:
             points += draft.points(event)
-    items += _batches(points)
+    items += _batches(points, batch_size)
     after = draft.state()
     tags = _curve_tags(after.curves)
     return [*items, *([Tags(tags)] if tags != _curve_tags(state.curves) else [])], after
@@ -314,8 +314,9 @@ def _curve_tags(curves: Curves) -> dict[str, str]:
     return tags
 
 
-def _batches(points: list[MetricPoint]) -> Iterator[MetricBatch]:
-    size = limits.METRICS_PER_BATCH
+def _batches(
+    points: list[MetricPoint], size: int = limits.METRICS_PER_BATCH
+) -> Iterator[MetricBatch]:
     return (MetricBatch(points[start : start + size]) for start in range(0, len(points), size))
 
 

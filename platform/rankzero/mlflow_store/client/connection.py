@@ -68,11 +68,11 @@ class AdaptiveTimeout:
 
 
 def log_points(client: MlflowClient, run_id: str, points: Sequence[MetricPoint]) -> None:
-    """Send the points, at most a thousand at a time. Sending one again changes nothing."""
+    """Send the points, to a server at most a thousand at a time. Again: that changes nothing."""
     database = sqlite_path(str(client.tracking_uri))
+    if database is not None and sqlite_metrics.log_points(database, run_id, points):
+        return
     for chunk in chunks(points, limits.METRICS_PER_BATCH):
-        if database is not None and sqlite_metrics.log_points(database, run_id, chunk):
-            continue
         metrics = [
             Metric(p.key, p.value, p.milliseconds, p.step, model_id=p.model_id) for p in chunk
         ]
