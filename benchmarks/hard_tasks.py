@@ -1,7 +1,7 @@
-"""Small tasks of three kinds, for exhaustive tables: rows of numbers, letters, paragraphs.
+"""Small tasks: rows of numbers, letters and paragraphs, for exhaustive tables, and shapes.
 
-Each takes about a second to train. Few of its configurations are near the best one: batch size,
-learning rate and width depend on each other.
+Each takes a second to train, and shapes about ten. Few of its configurations are near the best
+one: batch size, learning rate and width depend on each other.
 """
 
 from __future__ import annotations
@@ -131,6 +131,51 @@ class Bag(nn.Module):
     def forward(self, words: tuple[Tensor, Tensor]) -> Tensor:
         found: Tensor = self.head(self.words(*words))
         return found
+
+
+class Shapes(Task):
+    """Six shapes in noise, for a small convolutional network. Each epoch draws other noise."""
+
+    train: Train = Train(batch_size=32, epochs=24)
+    width: int = 16
+    goal: Goal = Goal("val/loss", "min", target=0.42)
+    noise: float = 0.5
+    search: ClassVar = {}
+
+    def data(self) -> tuple[TensorDataset, TensorDataset]:
+        images, labels = shapes(4500, 16, Generator().manual_seed(0))
+        drawn = torch.randn(500, 1, 16, 16, generator=Generator().manual_seed(1))
+        images[4000:] += self.noise * drawn
+        return divided(images, labels, 4000)
+
+    def model(self) -> nn.Module:
+        layers: list[nn.Module] = []
+        for before, after in ((1, self.width), (self.width, 32), (32, 32)):
+            layers += [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
+            layers += [nn.MaxPool2d(2)]
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 6))
+
+    def measure(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        images, labels = batch
+        if model.training:
+            images = images + self.noise * torch.randn_like(images)
+        return {"loss": cross_entropy(model(images), labels)}
+
+
+def shapes(count: int, side: int, drawn: Generator) -> tuple[Tensor, Tensor]:
+    """Return squares, discs, rings and others at random places, (count, 1, side, side)."""
+    labels = torch.randint(6, (count,), generator=drawn)
+    x, y = torch.rand(2, count, 1, 1, generator=drawn) * (side - 10) + 5
+    size = torch.rand(count, 1, 1, generator=drawn) * 2 + 2.5
+    across = (torch.arange(side)[None, None, :] - x).abs()
+    down = (torch.arange(side)[None, :, None] - y).abs()
+    square, disc = torch.maximum(across, down), torch.hypot(across, down)
+    kinds = [
+        *(square < size, (square < size) & (square > size - 1.3)),
+        *(disc < size, (disc < size) & (disc > size - 1.3)),
+        *((square < size) & (torch.minimum(across, down) < 1), across + down < size),
+    ]
+    return torch.stack(kinds)[labels, torch.arange(count)][:, None].float(), labels
 
 
 TASKS: dict[str, type[Task]] = {"rows": Rows, "letters": Letters, "chapters": Chapters}

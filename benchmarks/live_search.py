@@ -1,6 +1,6 @@
 """Check the verdicts of real searches: train winner and own configuration on ten new seeds each.
 
-    python benchmarks/live_search.py rows letters chapters digits [--studies 5] [--minutes 2]
+    python benchmarks/live_search.py digits shapes letters chapters [--studies 5] [--minutes 2]
 
 Each study has its own seeds, so that its trials and confirmations differ from those of the others.
 The checks alternate, and no search used their seeds. A study takes about four minutes. Results are
@@ -10,26 +10,36 @@ added to those of earlier calls.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import math
 import os
 import statistics
 import tempfile
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from hard_tasks import TASKS
+from hard_tasks import Chapters, Letters, Shapes
 from harness import RESULTS, machine, save
 from noisy_digits import NoisyDigits
 
 import rankzero
 from rankzero import Experiment, config
 from rankzero.confidence import student_t
+from rankzero.events import RunEnded
 from rankzero.run_store.folder import RunFolder
 from rankzero.tuning.learning_curve import LearningCurve
 from rankzero.tuning.verdict.decide import ConfirmationRun, costs_of
 
+T = TypeVar("T")
 NAME = "live_search"
-SUBJECTS: dict[str, type[Experiment]] = {**TASKS, "digits": NoisyDigits}
+SUBJECTS: dict[str, type[Experiment]] = {
+    "digits": NoisyDigits,
+    "shapes": Shapes,
+    "letters": Letters,
+    "chapters": Chapters,
+}
 # A search trains on its seed and the next ones, and confirms on those from 1000 higher on.
 APART, CHECKS_FROM = 10_000, 5_000
 
@@ -61,7 +71,7 @@ def study(own: Experiment, seed: int, minutes: float, checks: int) -> dict[str, 
     """Search around the configuration, and check what the verdict states."""
     own = with_seed(own, seed)
     with tempfile.TemporaryDirectory() as folder:
-        handle = rankzero.search(own, minutes=minutes, nproc=1, dir=folder)
+        handle = quietly(rankzero.search, own, minutes=minutes, nproc=1, dir=folder)
         best = handle.sweet_spot
         runs: dict[str, list[ConfirmationRun]] = {"own": [], "best": []}
         for number in range(checks):
@@ -69,8 +79,9 @@ def study(own: Experiment, seed: int, minutes: float, checks: int) -> dict[str, 
             for side, chosen in sides if number % 2 else sides[::-1]:
                 one = check(with_seed(chosen, seed + CHECKS_FROM + number), folder)
                 runs[side].append(one)
-        metrics = handle.run.metrics
-        stated = [metrics.get(name) for name in ("gain", "gain_low", "gain_high")]
+        events = RunFolder(handle.run.folder).all_events()
+        (ended,) = (event for event in events if isinstance(event, RunEnded))
+        stated = [ended.metrics.get(name) for name in ("gain", "gain_low", "gain_high")]
         return {
             "sentence": handle.sentence,
             "trials": len(handle.trials),
@@ -84,13 +95,18 @@ def study(own: Experiment, seed: int, minutes: float, checks: int) -> dict[str, 
         }
 
 
+def quietly(call: Callable[..., T], *words: Any, **options: Any) -> T:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return call(*words, **options)
+
+
 def with_seed(experiment: Experiment, seed: int) -> Experiment:
     return config.override(experiment, {"train.seed": seed})
 
 
 def check(experiment: Experiment, folder: str) -> ConfirmationRun:
     """Train once as a user does. Return its training seconds to the target, or what it cost."""
-    run = rankzero.train(experiment, nproc=1, dir=folder, offline=True)
+    run = quietly(rankzero.train, experiment, nproc=1, dir=folder, offline=True)
     curve = LearningCurve(experiment.goal)
     for event in RunFolder(run.folder).all_events():
         curve(event)
