@@ -27,7 +27,6 @@ from noisy_digits import NoisyDigits
 import rankzero
 from rankzero import Experiment, config
 from rankzero.confidence import student_t
-from rankzero.events import RunEnded
 from rankzero.run_store.folder import RunFolder
 from rankzero.tuning.learning_curve import LearningCurve
 from rankzero.tuning.verdict.decide import ConfirmationRun, costs_of
@@ -79,9 +78,7 @@ def study(own: Experiment, seed: int, minutes: float, checks: int) -> dict[str, 
             for side, chosen in sides if number % 2 else sides[::-1]:
                 one = check(with_seed(chosen, seed + CHECKS_FROM + number), folder)
                 runs[side].append(one)
-        events = RunFolder(handle.run.folder).all_events()
-        (ended,) = (event for event in events if isinstance(event, RunEnded))
-        stated = [ended.metrics.get(name) for name in ("gain", "gain_low", "gain_high")]
+        stated = [handle.run.summary.get(name) for name in ("gain", "gain_low", "gain_high")]
         return {
             "sentence": handle.sentence,
             "trials": len(handle.trials),

@@ -29,6 +29,8 @@ import rankzero.cli.launch_run  # noqa: F401
 import rankzero.launch.agent  # noqa: F401
 import rankzero.training.worker  # noqa: F401
 
+_WAIT_SECONDS = 5.0
+
 
 def serve(path: str) -> tuple[dict[str, Any], list[int]]:
     """Fork for each request. Return it and its output's descriptors, in the fork only."""
@@ -36,8 +38,16 @@ def serve(path: str) -> tuple[dict[str, Any], list[int]]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(path)
         listener.listen()
+        # The tests' process may be killed, or leave without its exit handlers.
+        parent = os.getppid()
+        listener.settimeout(_WAIT_SECONDS)
         while True:
-            connection, _ = listener.accept()
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                if os.getppid() != parent:
+                    os._exit(0)
+                continue
             message, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 2)
             if os.fork():
                 connection.close()

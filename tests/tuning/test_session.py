@@ -1,4 +1,4 @@
-"""Searches against a fake launcher: fast, without PyTorch; the study's database is real."""
+"""Searches against a fake launcher: fast, without PyTorch; the study's storage is real."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def search(tmp_path: Path) -> Searcher:
         space = make_space(experiment or Mine(), own, 0.5, samples=1000, more=more)
         space = dataclasses.replace(space, speed=speed or {})
         study = open_study(
-            f"sqlite:///{tmp_path / 'studies.db'}", name, sampler=sampler, pruner=pruner, seed=0
+            f"journal:///{tmp_path / 'studies.log'}", name, sampler=sampler, pruner=pruner, seed=0
         )
         study.draw_from(space.parameters())
         lines: list[str] = []
@@ -85,7 +85,7 @@ def search(tmp_path: Path) -> Searcher:
 
 def find(search: Searcher) -> Study:
     """Return the study that an interrupted search left."""
-    return find_study(f"sqlite:///{search.folder / 'studies.db'}", "s")  # type: ignore[attr-defined]
+    return find_study(f"journal:///{search.folder / 'studies.log'}", "s")  # type: ignore[attr-defined]
 
 
 def drawn(study: Study) -> list[tuple[Any, ...]]:
@@ -347,7 +347,7 @@ def test_a_trial_that_is_interrupted_on_another_seed_is_tried_again(
     whole, study, _, _ = search(trials=7)
     expected = drawn(study)
     leads = next(one.number for one in study.trials() if "values" in one.facts)
-    (tmp_path / "studies.db").unlink()
+    (tmp_path / "studies.log").unlink()
     with pytest.raises(KeyboardInterrupt):
         search(FakeLauncher(by_trial({leads: "ctrl-c"}, seed=1)), trials=7)
     again, study, _, _ = search(trials=7)
@@ -378,7 +378,7 @@ def test_an_interrupted_study_has_the_same_trials_as_one_that_was_not(
 ) -> None:
     whole, study, _, _ = search(trials=9)
     expected, confirmed = drawn(study), whole.winner.trial
-    (tmp_path / "studies.db").unlink()
+    (tmp_path / "studies.log").unlink()
     launcher = FakeLauncher(by_trial({5: "ctrl-c"}))
     with pytest.raises(KeyboardInterrupt):
         search(launcher, trials=9)
@@ -428,7 +428,7 @@ def test_without_a_second_configuration_the_minutes_are_not_too_short(search: Se
 def test_the_least_minutes_that_the_error_names_are_enough(tmp_path: Path) -> None:
     def searched(minutes: float) -> Study:
         launcher, space = FakeLauncher(), make_space(Mine(), 1, 0.5, samples=1000)
-        storage = f"sqlite:///{tmp_path / f'{minutes}.db'}"
+        storage = f"journal:///{tmp_path / f'{minutes}.log'}"
         study = open_study(storage, "s", sampler="tpe", pruner="asha", seed=0)
         study.draw_from(space.parameters())
         options = SearchOptions(trials=None, minutes=minutes)
@@ -447,7 +447,7 @@ def test_a_learning_rate_that_is_wrong_by_30_leads_to_the_same_sweet_spot(
 ) -> None:
     def searched(lr: float) -> tuple[Verdict, float]:
         launcher, space = FakeLauncher(), make_space(Mine(lr=lr), 1, 0.5, samples=1000)
-        storage = f"sqlite:///{tmp_path / f'{lr}.db'}"
+        storage = f"journal:///{tmp_path / f'{lr}.log'}"
         study = open_study(storage, "s", sampler="tpe", pruner="asha", seed=0)
         study.draw_from(space.parameters())
         # Starting a run takes half a second.
@@ -729,7 +729,9 @@ def test_a_close_confirmation_trains_on_twice_as_many_seeds(search: Searcher) ->
 def test_the_minutes_include_the_confirmation(tmp_path: Path) -> None:
     """By a clock that each trial moves on: the launcher's."""
     space, launcher = make_space(Mine(), 1, 0.5, samples=1000), FakeLauncher()
-    study = open_study(f"sqlite:///{tmp_path / 's.db'}", "s", sampler="tpe", pruner="none", seed=0)
+    study = open_study(
+        f"journal:///{tmp_path / 's.log'}", "s", sampler="tpe", pruner="none", seed=0
+    )
     study.draw_from(space.parameters())
     options = SearchOptions(trials=None, minutes=1.5)
     Session(study, space, [launcher], options, lambda text: None, lambda: launcher.seconds).run(
@@ -762,7 +764,9 @@ def test_a_challenger_with_bad_luck_gets_a_second_look(
     kind: type[BadLuck], minutes: float, tmp_path: Path
 ) -> None:
     space, launcher = make_space(Mine(), 1, 0.5, samples=1000), kind()
-    study = open_study(f"sqlite:///{tmp_path / 's.db'}", "s", sampler="tpe", pruner="none", seed=0)
+    study = open_study(
+        f"journal:///{tmp_path / 's.log'}", "s", sampler="tpe", pruner="none", seed=0
+    )
     study.draw_from(space.parameters())
     found = Session(
         study,
@@ -805,7 +809,7 @@ def test_an_interrupted_search_of_devices_goes_on_to_the_same_verdict(
     two: dict[str, Any] = {"devices": (1, 2), "trials": 8}
     whole, study, _, _ = search(**two)
     expected = drawn(study)
-    (tmp_path / "studies.db").unlink()
+    (tmp_path / "studies.log").unlink()
     with pytest.raises(KeyboardInterrupt):
         search(FakeLauncher(by_trial({4: "ctrl-c"})), **two)
     again, study, _, _ = search(**two)

@@ -17,7 +17,7 @@ from rankzero.reporting.comparison import RunSide, sections, sides_of
 from rankzero.run_store.checkpoint_files import folder_of
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.location import root_of
-from rankzero.scalars import shown
+from rankzero.scalars import numbers, shown
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -127,6 +127,17 @@ class Run:
     def metrics(self) -> Mapping[str, float]:
         """The newest value of each metric."""
         return dict(self._facts.metrics)
+
+    @property
+    def summary(self) -> Mapping[str, float]:
+        """The figures of the whole run; empty before its end.
+
+        A training has ``samples_per_second`` and others. A search has ``gain``, ``gain_low`` and
+        ``gain_high``: the speed-up and the ends of its 95 % interval.
+        """
+        end = self._facts.end
+        figures = numbers(end.metrics if end else {}).items()
+        return {name: value for name, value in figures if "/" not in name}
 
     @property
     def best(self) -> float | None:
