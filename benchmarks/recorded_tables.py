@@ -125,8 +125,8 @@ class Table:
 
     def journal(self, row: Row, batch_size: int) -> Iterator[Event]:
         """Yield the events of a recorded run, as in its journal."""
-        yield RunStarted(0.0, {}, {}, 1)
         before, per_epoch = 0.0, self.samples // batch_size
+        yield RunStarted(0.0, {}, {}, 1, total_steps=per_epoch * len(row.points))
         for epoch, (seconds, value) in enumerate(row.points, start=1):
             yield StepsLogged(
                 [epoch * per_epoch],

@@ -782,6 +782,58 @@ def test_a_challenger_with_bad_luck_gets_a_second_look(
     assert launcher.seconds <= 60 * minutes
 
 
+@pytest.mark.parametrize("at", [9, 10, 12, 15])
+def test_a_search_that_was_killed_in_its_second_look_goes_on_to_the_same_verdict(
+    search: Searcher, at: int
+) -> None:
+    begun: list[int] = []
+
+    def fate(_number: int, experiment: Experiment) -> str:
+        begun.extend([experiment.train.seed] if experiment.train.seed >= 1000 else [])
+        return "ctrl-c" if len(begun) == at else ""
+
+    options = {"trials": 8, "challengers": 2}
+    expected, study, _, _ = search(BadLuckTwice(), name="whole", **options)
+    # Two challengers and the reference, on six seeds, but for those that are stopped early.
+    assert expected.beaten and len(study.facts["confirmations"]) == 18
+    with pytest.raises(KeyboardInterrupt):
+        search(BadLuckTwice(fate), **options)
+    found, again, launcher, _ = search(BadLuckTwice(), **options)
+    assert found == expected and len(launcher.started) == 18 - at + 1
+    assert again.facts["confirmations"] == study.facts["confirmations"]
+
+
+def test_minutes_are_kept_for_misses_once_a_trial_missed_the_target_on_a_seed(
+    tmp_path: Path,
+) -> None:
+    class Uneven(BadLuck):
+        """A batch of 128 misses the target on its second seed, others on two new seeds."""
+
+        def quality(self, experiment: Experiment, samples: float) -> float:
+            self.misses = (1,) if experiment.train.batch_size == 128 else (1000, 1001)
+            return super().quality(experiment, samples)
+
+    def searched(kind: type[BadLuck]) -> tuple[int, float]:
+        space, launcher = make_space(Mine(), 1, 0.5, samples=1000), kind()
+        storage = f"journal:///{tmp_path / kind.__name__}.log"
+        study = open_study(storage, "s", sampler="tpe", pruner="none", seed=0)
+        study.draw_from(space.parameters())
+        Session(
+            study,
+            space,
+            [launcher],
+            SearchOptions(trials=None, minutes=3.0),
+            lambda text: None,
+            lambda: launcher.seconds,
+        ).run(guesses(space))
+        trials = study.trials()
+        assert next_trial.is_uneven(trials) == (kind is Uneven)
+        return len(trials), launcher.seconds
+
+    even, uneven = searched(BadLuck), searched(Uneven)
+    assert uneven[0] < even[0] and uneven[1] <= 180
+
+
 def devices_of(study: Study, trial: int) -> int:
     return int(study.trials()[trial].parameters[DEVICES])
 

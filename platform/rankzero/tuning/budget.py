@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from rankzero.tuning import next_trial
+from rankzero.tuning.objective import TO_TARGET
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.space import Space
 from rankzero.tuning.study import Study
@@ -61,13 +62,14 @@ class Budget:
         """Return whether there is time to train a trial on another seed."""
         if self._options.minutes is None:
             return True
-        # The time of the confirmation is kept free: if challengers miss the quality on every seed,
-        # too, but then not more than half of all.
-        usual, most = (
-            self._confirmation_seconds(self._study.trials(), misses=misses)
-            for misses in (False, True)
-        )
-        return self._fits(max(usual, min(most, self._most_seconds / 2)))
+        # The time of the confirmation is kept free.
+        trials = self._study.trials()
+        kept = self._confirmation_seconds(trials)
+        # If trials missed the quality on some seed, challengers will, too. But trials come first.
+        if next_trial.is_uneven(trials) and self._options.objective in TO_TARGET:
+            most = self._confirmation_seconds(trials, misses=True)
+            kept = max(kept, min(most, self._most_seconds / 2))
+        return self._fits(kept)
 
     def is_spent_before(self, number: int) -> bool:
         """Return whether the trials before this one used up the budget.
@@ -78,9 +80,9 @@ class Budget:
         later = trials.taken.intersection(range(number, len(trials)))
         return len(trials.taken) - len(later) >= self._most_trials
 
-    def allows_another_round(self, candidates: Sequence[Trial]) -> bool:
-        """Return whether there is time to train these on as many new seeds again."""
-        return self._fits(self._seconds_of(candidates))
+    def allows_runs(self, trials: Sequence[Trial]) -> bool:
+        """Return whether there is time to train each of these on a new seed."""
+        return self._fits(self._seconds_of(trials))
 
     def outlook(self) -> str:
         """Return what the search will cost and what it can show, once the reference is trained."""
@@ -139,15 +141,13 @@ class Budget:
         # Challengers that are still to be found will be about as fast as the fastest known trial.
         # As long as there is none, one will do: a bad guess must not use up the budget.
         missing = 1 + most - len(found) if in_full or len(found) > 1 else min(1, most)
-        challengers = [*found[1:], *[min(found, key=_train_seconds)] * missing]
-        longer = (confirm.MISSED - 1) * sum(map(_train_seconds, found[1:])) if misses else 0.0
-        return self._seconds_of([reference, *challengers], longer)
+        found += [min(found, key=_train_seconds)] * missing
+        seconds = self._seconds_of(found)
+        longer = sum(map(_longer, found[1:])) if misses else 0.0
+        return self._options.seeds * (seconds + _MARGIN * longer / self._side_by_side)
 
-    def _seconds_of(self, candidates: Sequence[Trial], longer: float = 0.0) -> float:
-        """Return the estimated seconds to train these on all seeds.
-
-        `longer`: by so many seconds all of them together on each seed.
-        """
+    def _seconds_of(self, candidates: Sequence[Trial]) -> float:
+        """Return the estimated seconds to train each of these on a new seed."""
         trials = self._study.trials()
         reference = next_trial.reference_trial(trials, self._space)
         own = 0.0 if reference is None else _train_seconds(reference)
@@ -161,7 +161,14 @@ class Budget:
             fixed + (_train_seconds(one) if one.feasible else min(late, _train_seconds(one)))
             for one in candidates
         )
-        return _MARGIN * self._options.seeds * (each + longer) / self._side_by_side
+        return _MARGIN * each / self._side_by_side
+
+
+def _longer(trial: Trial) -> float:
+    """Return by how many seconds a trial takes longer on a seed on which it misses the quality."""
+    usual = _train_seconds(trial)
+    most = min(confirm.MISSED * usual, float(trial.facts.get("whole_seconds", math.inf)))
+    return max(0.0, most - usual)
 
 
 def _train_seconds(trial: Trial) -> float:

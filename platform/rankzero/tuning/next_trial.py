@@ -22,6 +22,8 @@ _CLOSE, _NEAR, _SLOW = 0.1, 0.5, 2.0  # relative, relative, times the best
 _MOST_RANKED = 100  # trials that are looked at for challengers
 _ALIKE = 2.0  # ratio of learning rates
 _MOST_EARLIER = 3
+SEEDS = "seeds"
+"""A fact of a trial: on how many seeds it was trained."""
 _STEP_TO_A_FIRST = 8.0  # of the learning rate, until a trial reaches the quality
 Parameters = Mapping[str, Any]
 _Item = TypeVar("_Item")
@@ -219,6 +221,11 @@ def noise(trials: Trials) -> float | None:
     """
     logs = [[math.log(value) for value in values] for values in trials.values.values()]
     return pooled_deviation(logs)[0] if logs else None
+
+
+def is_uneven(trials: Trials) -> bool:
+    """Return whether a trial did well on one seed, and missed the quality on another."""
+    return any(one.facts.get(SEEDS, 1) > 1 and not one.feasible for one in ended(trials))
 
 
 def time_to_beat(trials: Trials, space: Space, devices: int) -> float | None:

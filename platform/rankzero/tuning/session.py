@@ -28,7 +28,7 @@ from rankzero.tuning.trials import follower
 from rankzero.tuning.trials.follower import TrialJob, TrialPool, TrialResult
 from rankzero.tuning.trials.launcher import TrainLauncher
 from rankzero.tuning.verdict import confirm
-from rankzero.tuning.verdict.decide import LOOKS, Candidate, Verdict, decide, second_look
+from rankzero.tuning.verdict.decide import LOOKS, Verdict, decide, second_look
 
 CONFIRMATIONS, DISTURBED, TARGET = "confirmations", "disturbed", "target"
 """Facts of a study: the confirmation runs, the seeds of those that were trained again because the
@@ -265,7 +265,7 @@ class Session:
             or not (objective.is_uncertain(result.curve) and result.leads(best))
             or not self._budget.allows_another_seed()
         ):
-            self._end(number, experiment, result)
+            self._end(number, experiment, result, len(results))
             return
 
         # By steps: this may run on another machine.
@@ -295,7 +295,9 @@ class Session:
         )
         self._checks.append(job)
 
-    def _end(self, number: int, experiment: Experiment, result: TrialResult | None) -> None:
+    def _end(
+        self, number: int, experiment: Experiment, result: TrialResult | None, seeds: int = 1
+    ) -> None:
         """Write a trial's result into the study, and print it. None: it was interrupted."""
         if result is None:
             self._abandon(number, "the search was interrupted")
@@ -308,6 +310,7 @@ class Session:
             return
         devices = self._space.devices_of(parameters)
         facts = follower.facts(result, experiment, self._label(number), devices)
+        facts[next_trial.SEEDS] = seeds
         self._study.tell(number, result.state, result.value, result.constraints, facts)
         what = f"batch {facts['batch_size']}, {facts['precision']}, lr {facts['lr']:.2g}"
         what += f", {devices_text(devices)}" if len(self._space.devices) > 1 else ""
@@ -346,22 +349,39 @@ class Session:
             return
         self._train_rounds([reference, *challengers], range(seeds))
         self._repeat_disturbed([reference, *challengers])
-        left = {one.number: one for one in challengers}
-        while not self._verdict().beaten:
-            members.require_lead(self._study)
-            own, found = self._candidates()
-            once = [one for one in found if one.trial in left]
-            nearest = second_look(self._objective.name, own, once)
-            if nearest is None:
-                return
-            pair = [reference, left.pop(nearest.trial)]
-            # Its own runs show whether it is reliable. A slow reference takes many times as long.
-            if not (nearest.reached or self._budget.allows_another_round(pair)):
-                del pair[0]
-            if not self._budget.allows_another_round(pair):
-                return
-            self._train_rounds(pair, range(seeds, LOOKS * seeds))
-            self._repeat_disturbed(pair)
+        members.require_lead(self._study)
+        group, more = self._second_look(reference, challengers), range(seeds, LOOKS * seeds)
+        if group:
+            self._train_rounds(group, more)
+        if reference in group:
+            self._repeat_disturbed(group)
+
+    def _second_look(self, reference: Trial, challengers: Sequence[Trial]) -> list[Trial]:
+        """Return the trials that get as many seeds again. As many challengers as there is time for.
+
+        The first look alone decides, so that a search that was killed goes on with the same ones.
+        """
+        seeds, first_seed = self._options.seeds, self._space.reference.train.seed
+        later = range(seeds, LOOKS * seeds)
+        stored = [
+            run
+            for run in self.sound_confirmations()
+            if run["seed"] - first_seed - confirm.NEW_SEED not in later
+        ]
+        candidates = confirm.candidates_of(self._study.trials(), self._space, stored)
+        found = second_look(self._objective.name, *candidates)
+        by_number = {one.number: one for one in challengers}
+        all_of_them = [by_number[one.trial] for one in found]
+        # Its own runs show whether one is reliable. Those of a slow reference take many times as
+        # long, and all trials of a group run in turns.
+        unreliable = [by_number[one.trial] for one in found if not one.reached]
+        for others, group in ((all_of_them, [reference]), (unreliable, [])):
+            for count in range(len(others), 0, -1):
+                wanted = [*group, *others[:count]]
+                missing = confirm.missing_runs(wanted, first_seed, later, self._confirmations())
+                if self._budget.allows_runs([trial for trial, _ in missing]):
+                    return wanted
+        return []
 
     def _train_rounds(self, candidates: Sequence[Trial], rounds: Sequence[int]) -> None:
         first_seed = self._space.reference.train.seed
@@ -378,7 +398,7 @@ class Session:
         whole = confirm.whole_rounds([one.number for one in candidates], self.sound_confirmations())
         seeds = [seed for seed in confirm.disturbed(whole) if seed not in known]
         for seed in seeds[: max(0, self._options.seeds - len(known))]:
-            if not self._budget.allows_another_round(candidates):
+            if not self._budget.allows_runs(candidates):
                 return
             known.append(seed)
             self._notify(f"the machine's speed changed in the round of seed {seed}: again")
@@ -428,9 +448,6 @@ class Session:
     def _confirmations(self) -> list[dict[str, Any]]:
         return list(self._study.facts.get(CONFIRMATIONS, []))
 
-    def _candidates(self) -> tuple[Candidate, list[Candidate]]:
-        """Return the reference and the challengers, with their confirmations."""
-        return confirm.candidates_of(self._study.trials(), self._space, self.sound_confirmations())
-
     def _verdict(self) -> Verdict:
-        return decide(self._objective.name, *self._candidates())
+        trials, stored = self._study.trials(), self.sound_confirmations()
+        return decide(self._objective.name, *confirm.candidates_of(trials, self._space, stored))

@@ -259,6 +259,7 @@ def facts(result: TrialResult, experiment: Experiment, label: str, devices: int)
         "lr": settings["lr"],
         "devices": devices,
         "train_seconds": curve.seconds,
+        "whole_seconds": curve.full_seconds,
         VALUES: list(result.values) or None,
         "best": curve.best,
         "samples_per_second": curve.samples_per_second,

@@ -4,7 +4,8 @@ Every candidate, the user's own configuration included, was trained on the same 
 are differences of mean logarithms (for `quality`, of means), with one variance pooled over all
 candidates. A challenger beats the reference if it is better by Student's t at 5 %, with
 Bonferroni's correction for the number of challengers and for two looks. If the first look decides
-nothing, the nearest challenger and the reference are trained on as many seeds again.
+nothing, the reference, the nearest challenger and the unreliable ones that may win are trained on
+as many seeds again.
 
 A training that misses the target is trained again. So it counts with the cost of the whole training
 and of one that reaches the target. A configuration that misses it on half of the seeds is out.
@@ -192,23 +193,31 @@ def detectable(noise: float, seeds: int, challengers: int) -> float:
 
 def second_look(
     objective: Name, reference: Candidate, challengers: Sequence[Candidate]
-) -> Candidate | None:
-    """Return the challenger that more seeds may show to be better than the reference, or None.
+) -> list[Candidate]:
+    """Return the challengers that more seeds may show to be better, the most promising first.
 
-    `challengers`: those with one look so far. None if the gain would not be worth it even if it
-    were sure.
+    Nothing if the verdict is clear, or if there is no reference to compare with. Of those that
+    always reached the quality, the nearest is enough.
     """
-    if not reference.costs:
-        return None
-    scale = _Scale(objective, [reference, *challengers], sure=1.0)
-    able = [one for one in challengers if one.costs]
-    if able:
-        nearest = min(able, key=scale.mean)
-        apart = scale.mean(reference) - scale.mean(nearest)
-        return nearest if apart > _worth(objective) else None
-    # All missed the quality on most seeds. It may have been bad luck.
-    reached = [one for one in challengers if one.values]
-    return min(reached, key=lambda one: (-one.share, scale.mean(one)), default=None)
+    if not reference.costs or decide(objective, reference, challengers).beaten:
+        return []
+    lucky = {one.trial: _with_luck(one) for one in challengers}
+    able = [one for one in challengers if lucky[one.trial].costs]
+    scale = _Scale(objective, [reference, *(lucky[one.trial] for one in able)], sure=1.0)
+    worth = scale.mean(reference) - _worth(objective)
+    hopeful = sorted((one for one in able if scale.mean(one) < worth), key=scale.mean)
+    nearest = next((one for one in hopeful if one.reached), None)
+    return [one for one in hopeful if not one.reached or one is nearest]
+
+
+def _with_luck(one: Candidate) -> Candidate:
+    """Return what a challenger would be if it reached the quality on as many seeds again."""
+    if not one.values:
+        return one
+    usual = statistics.fmean(one.values)
+    return dataclasses.replace(
+        one, runs=(*one.runs, *(dataclasses.replace(run, value=usual) for run in one.runs))
+    )
 
 
 def median(values: Sequence[float | None]) -> float:
