@@ -803,6 +803,16 @@ def test_a_search_that_was_killed_in_its_second_look_goes_on_to_the_same_verdict
     assert again.facts["confirmations"] == study.facts["confirmations"]
 
 
+def test_a_study_that_goes_on_may_have_other_challengers(search: Searcher) -> None:
+    def confirmed(study: Study) -> set[int]:
+        return {run["trial"] for run in study.facts["confirmations"]}
+
+    _, study, _, _ = search(BadLuckTwice(), trials=4, challengers=1)
+    before = confirmed(study)
+    found, study, _, _ = search(BadLuckTwice(), trials=14, challengers=1)
+    assert before < confirmed(study) and found.beaten
+
+
 def test_minutes_are_kept_for_misses_once_a_trial_missed_the_target_on_a_seed(
     tmp_path: Path,
 ) -> None:

@@ -38,7 +38,7 @@ _POINTS_PER_TRANSACTION = 10_000
 def batch_size(tracking_uri: str) -> int:
     """Return how many points to send at a time.
 
-    The table's index is ordered by the metric's name. So a transaction costs a page for each metric.
+    The table's index begins with the metric's name. So a transaction costs a page for each metric.
     """
     is_direct = sqlite_path(tracking_uri) is not None
     return _POINTS_PER_TRANSACTION if is_direct else limits.METRICS_PER_BATCH

@@ -56,14 +56,16 @@ class Budget:
         trials = self._study.trials()
         if len(trials.taken) >= self._most_trials:
             return False
-        return self.allows_another_seed()
+        return self._leaves_time(trials)
 
     def allows_another_seed(self) -> bool:
         """Return whether there is time to train a trial on another seed."""
+        return self._leaves_time(self._study.trials())
+
+    def _leaves_time(self, trials: Trials) -> bool:
+        """Return whether there is more time than the confirmation will take."""
         if self._options.minutes is None:
             return True
-        # The time of the confirmation is kept free.
-        trials = self._study.trials()
         kept = self._confirmation_seconds(trials)
         # If trials missed the quality on some seed, challengers will, too. But trials come first.
         if next_trial.is_uneven(trials) and self._options.objective in TO_TARGET:
@@ -82,7 +84,7 @@ class Budget:
 
     def allows_runs(self, trials: Sequence[Trial]) -> bool:
         """Return whether there is time to train each of these on a new seed."""
-        return self._fits(self._seconds_of(trials))
+        return self._fits(self._seconds_of(trials, self._study.trials()))
 
     def outlook(self) -> str:
         """Return what the search will cost and what it can show, once the reference is trained."""
@@ -142,13 +144,12 @@ class Budget:
         # As long as there is none, one will do: a bad guess must not use up the budget.
         missing = 1 + most - len(found) if in_full or len(found) > 1 else min(1, most)
         found += [min(found, key=_train_seconds)] * missing
-        seconds = self._seconds_of(found)
+        seconds = self._seconds_of(found, trials)
         longer = sum(map(_longer, found[1:])) if misses else 0.0
         return self._options.seeds * (seconds + _MARGIN * longer / self._side_by_side)
 
-    def _seconds_of(self, candidates: Sequence[Trial]) -> float:
+    def _seconds_of(self, candidates: Sequence[Trial], trials: Trials) -> float:
         """Return the estimated seconds to train each of these on a new seed."""
-        trials = self._study.trials()
         reference = next_trial.reference_trial(trials, self._space)
         own = 0.0 if reference is None else _train_seconds(reference)
         # A run costs more than its steps: starting and evaluating. The reference shows how much.

@@ -350,13 +350,13 @@ class Session:
         self._train_rounds([reference, *challengers], range(seeds))
         self._repeat_disturbed([reference, *challengers])
         members.require_lead(self._study)
-        group, more = self._second_look(reference, challengers), range(seeds, LOOKS * seeds)
+        group = self._second_look(reference)
         if group:
-            self._train_rounds(group, more)
+            self._train_rounds(group, range(seeds, LOOKS * seeds))
         if reference in group:
             self._repeat_disturbed(group)
 
-    def _second_look(self, reference: Trial, challengers: Sequence[Trial]) -> list[Trial]:
+    def _second_look(self, reference: Trial) -> list[Trial]:
         """Return the trials that get as many seeds again. As many challengers as there is time for.
 
         The first look alone decides, so that a search that was killed goes on with the same ones.
@@ -368,13 +368,13 @@ class Session:
             for run in self.sound_confirmations()
             if run["seed"] - first_seed - confirm.NEW_SEED not in later
         ]
-        candidates = confirm.candidates_of(self._study.trials(), self._space, stored)
+        trials = self._study.trials()
+        candidates = confirm.candidates_of(trials, self._space, stored)
         found = second_look(self._objective.name, *candidates)
-        by_number = {one.number: one for one in challengers}
-        all_of_them = [by_number[one.trial] for one in found]
+        all_of_them = [trials[one.trial] for one in found]
         # Its own runs show whether one is reliable. Those of a slow reference take many times as
         # long, and all trials of a group run in turns.
-        unreliable = [by_number[one.trial] for one in found if not one.reached]
+        unreliable = [trials[one.trial] for one in found if not one.reached]
         for others, group in ((all_of_them, [reference]), (unreliable, [])):
             for count in range(len(others), 0, -1):
                 wanted = [*group, *others[:count]]
