@@ -61,12 +61,6 @@ def metrics(points: Sequence[MetricPoint]) -> list[Metric]:
     return [Metric(p.key, p.value, p.milliseconds, p.step) for p in points]
 
 
-def test_a_server_gets_as_many_points_as_it_takes_in_a_request(sqlite: str) -> None:
-    assert sqlite_metrics.batch_size(sqlite) == 10_000
-    assert sqlite_metrics.batch_size("http://mlflow.example") == 1000
-    assert sqlite_metrics.batch_size("postgresql://mlflow.example/mlflow") == 1000
-
-
 @pytest.mark.parametrize(
     "point",
     [

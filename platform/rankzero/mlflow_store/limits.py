@@ -11,6 +11,9 @@ KEY_LENGTH = 250
 PARAM_LENGTH = 6000
 TAG_LENGTH = 8000
 METRICS_PER_BATCH = 1000
+# Written into SQLite by ourselves. The table's index begins with the metric's name, so a
+# transaction costs a page for each metric in it.
+METRICS_PER_TRANSACTION = 10_000
 # Params or tags.
 ITEMS_PER_BATCH = 100
 

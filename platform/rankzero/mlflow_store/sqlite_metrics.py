@@ -19,7 +19,6 @@ from pathlib import Path
 
 from rankzero.mlflow_store import limits, ready_tables
 from rankzero.mlflow_store.items import MetricPoint
-from rankzero.mlflow_store.uris import sqlite_path
 
 _LOCKED_SECONDS = 20.0  # MLflow's own
 _ACTIVE = "SELECT 1 FROM runs WHERE run_uuid = ? AND lifecycle_stage = 'active'"
@@ -32,16 +31,6 @@ ON CONFLICT ("key", run_uuid) DO UPDATE SET value = excluded.value, step = exclu
 WHERE (excluded.step, excluded.timestamp, excluded.value)
     > (latest_metrics.step, latest_metrics.timestamp, latest_metrics.value)"""
 _Row = tuple[str, float, int, int, bool, str]
-_POINTS_PER_TRANSACTION = 10_000
-
-
-def batch_size(tracking_uri: str) -> int:
-    """Return how many points to send at a time.
-
-    The table's index begins with the metric's name. So a transaction costs a page for each metric.
-    """
-    is_direct = sqlite_path(tracking_uri) is not None
-    return _POINTS_PER_TRANSACTION if is_direct else limits.METRICS_PER_BATCH
 
 
 def log_points(database: Path, run_id: str, points: Sequence[MetricPoint]) -> bool:

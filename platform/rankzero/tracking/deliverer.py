@@ -33,9 +33,9 @@ from rankzero.events import (
     RunEnded,
     RunStarted,
 )
-from rankzero.mlflow_store import sqlite_metrics
+from rankzero.mlflow_store import limits
 from rankzero.mlflow_store.items import RETRIES, MetricBatch, MlflowItem, Tags, name_of, parts_of
-from rankzero.mlflow_store.uris import RunGone
+from rankzero.mlflow_store.uris import RunGone, sqlite_path
 from rankzero.permanent_errors import refusal
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import delivery_state, disk, run_locks
@@ -277,7 +277,8 @@ class Deliverer:
         cursor = dataclasses.replace(cursor, offsets=offsets, checksums=checksums)
         # Only now: an error of `translate` must not lose the events.
         state = dataclasses.replace(self.state, cursor=cursor, problems=problems)
-        size = sqlite_metrics.batch_size(self._folder.identity.tracking_uri)
+        is_direct = sqlite_path(self._folder.identity.tracking_uri) is not None
+        size = limits.METRICS_PER_TRANSACTION if is_direct else limits.METRICS_PER_BATCH
         items, self.state = translate(events, state, size)
         self._items.extend(items)
         if not items:

@@ -131,10 +131,7 @@ class Budget:
     def _confirmation_seconds(
         self, trials: Trials, *, in_full: bool = False, misses: bool = False
     ) -> float:
-        """Return the estimated seconds of the confirmation, future challengers included.
-
-        `misses`: challengers miss the quality on every seed.
-        """
+        """Return its estimated seconds. `misses`: challengers miss the quality on every seed."""
         reference = next_trial.reference_trial(trials, self._space)
         if reference is None:
             return 0.0
@@ -145,8 +142,11 @@ class Budget:
         missing = 1 + most - len(found) if in_full or len(found) > 1 else min(1, most)
         found += [min(found, key=_train_seconds)] * missing
         seconds = self._seconds_of(found, trials)
-        longer = sum(map(_longer, found[1:])) if misses else 0.0
-        return self._options.seeds * (seconds + _MARGIN * longer / self._side_by_side)
+        for one in found[1:] if misses else ():
+            usual, whole = _train_seconds(one), float(one.facts.get("whole_seconds", math.inf))
+            longer = max(0.0, min(confirm.MISSED * usual, whole) - usual)
+            seconds += _MARGIN * longer / self._side_by_side
+        return self._options.seeds * seconds
 
     def _seconds_of(self, candidates: Sequence[Trial], trials: Trials) -> float:
         """Return the estimated seconds to train each of these on a new seed."""
@@ -163,13 +163,6 @@ class Budget:
             for one in candidates
         )
         return _MARGIN * each / self._side_by_side
-
-
-def _longer(trial: Trial) -> float:
-    """Return by how many seconds a trial takes longer on a seed on which it misses the quality."""
-    usual = _train_seconds(trial)
-    most = min(confirm.MISSED * usual, float(trial.facts.get("whole_seconds", math.inf)))
-    return max(0.0, most - usual)
 
 
 def _train_seconds(trial: Trial) -> float:

@@ -97,7 +97,8 @@ class Session:
         finally:
             # Also after Ctrl-C: the time that was spent counts when the search resumes.
             self._budget.keep()
-        return self._verdict()
+        found = confirm.candidates_of(self._study.trials(), self._space, self.sound_confirmations())
+        return decide(self._objective.name, *found)
 
     def help(
         self,
@@ -184,8 +185,9 @@ class Session:
             self._repeats += 1
             known = twin.state in ("COMPLETE", "PRUNED")
             facts = {**(twin.facts if known else {}), REPEAT: twin.number}
-            state = twin.state if known else "FAIL"
-            self._study.tell(number, state, twin.value, twin.constraints, facts)
+            self._study.tell(
+                number, twin.state if known else "FAIL", twin.value, twin.constraints, facts
+            )
         return None
 
     def _planned(self) -> Mapping[str, Any] | None:
@@ -359,7 +361,7 @@ class Session:
     def _second_look(self, reference: Trial) -> list[Trial]:
         """Return the trials that get as many seeds again. As many challengers as there is time for.
 
-        The first look alone decides, so that a search that was killed goes on with the same ones.
+        The first look alone decides, so that a search that was killed continues with the same ones.
         """
         seeds, first_seed = self._options.seeds, self._space.reference.train.seed
         later = range(seeds, LOOKS * seeds)
@@ -447,7 +449,3 @@ class Session:
 
     def _confirmations(self) -> list[dict[str, Any]]:
         return list(self._study.facts.get(CONFIRMATIONS, []))
-
-    def _verdict(self) -> Verdict:
-        trials, stored = self._study.trials(), self.sound_confirmations()
-        return decide(self._objective.name, *confirm.candidates_of(trials, self._space, stored))

@@ -151,8 +151,7 @@ def host(arguments: argparse.Namespace, processes: int | None = None) -> context
 def _make_host(
     arguments: argparse.Namespace, share: Share | None = None, processes: int | None = None
 ) -> Host:
-    path, _ = experiment_file.split(arguments.experiment)
-    libraries = libraries_of(path)
+    libraries = libraries_of(experiment_file.split(arguments.experiment)[0])
     if arguments.nnodes < 1:
         raise UserError(f"--nnodes must be at least 1, got {arguments.nnodes}")
     if not _is_elsewhere(arguments):

@@ -145,26 +145,25 @@ def _moved(request: Any, old: Path, new: Path) -> Any:
 def _step() -> Step:
     """Return the machines of this host, and this one's number. Raises UserError."""
     parser = argparse.ArgumentParser(prog="node")
-    parser.add_argument("--machines", type=int, default=1)
+    parser.add_argument("--machines", type=int, default=1, dest="count")
     # Those of Slurm are in the variables of its step. An actor of Ray may have them, too.
     parser.add_argument("--first", help="an address of the first machine")
     parser.add_argument("--job", default="")
     parser.add_argument("--number", type=int, default=0)
     parser.add_argument("--slurm", action="store_true")
     given = parser.parse_args()
-    count = given.machines
     if given.slurm:
         names = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"
         found = [os.environ.get(name) for name in names]
-        if found != [str(count), str(count)]:
+        if found != [str(given.count)] * 2:
             raise UserError(
-                f"srun started {found[0]} tasks on {found[1]} machines, and a trial has {count}: "
+                f"srun started {found[0]} tasks on {found[1]} machines, and a trial has {given.count}: "
                 "leave out -n and -N, and give --nnodes"
             )
         return machines.of_slurm(os.environ) or Step(ALONE, 0)
-    if count == 1:
+    if given.count == 1:
         return Step(ALONE, 0)
-    return Step(Machines(count, count, given.first, given.job, None), given.number)
+    return Step(Machines(given.count, given.count, given.first, given.job, None), given.number)
 
 
 @contextlib.contextmanager

@@ -170,7 +170,8 @@ def _row_of(trial: Trial) -> dict[str, Any]:
 def texts_of(trial: Trial) -> list[str]:
     """Return a trial's values of `SHOWN_COLUMNS` as text."""
     row = _row_of(trial)
-    return [_text(row[column]) for column in SHOWN_COLUMNS]
+    values = ["" if row[column] is None else row[column] for column in SHOWN_COLUMNS]
+    return [shown(one) if isinstance(one, float) else str(one) for one in values]
 
 
 def trials_markdown(trials: Sequence[Trial]) -> str:
@@ -201,9 +202,3 @@ def sweet_spot_yaml(experiment: Experiment, verdict: str, command: str) -> str:
     """Return a configuration as YAML, without secrets, with its evidence as comments."""
     settings = config.to_yaml(experiment, instead=blotted(config.rendered(experiment)))
     return f"# {verdict}\n# Use it: {command}\n{settings}"
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, float):
-        return shown(value)
-    return "" if value is None else str(value)

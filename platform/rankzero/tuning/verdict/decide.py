@@ -196,28 +196,23 @@ def second_look(
 ) -> list[Candidate]:
     """Return the challengers that more seeds may show to be better, the most promising first.
 
-    Nothing if the verdict is clear, or if there is no reference to compare with. Of those that
-    always reached the quality, the nearest is enough.
+    The nearest is enough of the reliable ones. A clear verdict needs none.
     """
     if not reference.costs or decide(objective, reference, challengers).beaten:
         return []
-    lucky = {one.trial: _with_luck(one) for one in challengers}
-    able = [one for one in challengers if lucky[one.trial].costs]
-    scale = _Scale(objective, [reference, *(lucky[one.trial] for one in able)], sure=1.0)
+    able = list[tuple[Candidate, Candidate]]()
+    for one in challengers:
+        # If it reached the quality on as many seeds again.
+        usual = statistics.fmean(one.values) if one.values else None
+        more = (dataclasses.replace(run, value=usual) for run in one.runs)
+        lucky = dataclasses.replace(one, runs=(*one.runs, *more))
+        if lucky.costs:
+            able.append((one, lucky))
+    scale = _Scale(objective, [reference, *(lucky for _, lucky in able)], sure=1.0)
     worth = scale.mean(reference) - _worth(objective)
-    hopeful = sorted((one for one in able if scale.mean(one) < worth), key=scale.mean)
+    hopeful = sorted((one for one, _ in able if scale.mean(one) < worth), key=scale.mean)
     nearest = next((one for one in hopeful if one.reached), None)
     return [one for one in hopeful if not one.reached or one is nearest]
-
-
-def _with_luck(one: Candidate) -> Candidate:
-    """Return what a challenger would be if it reached the quality on as many seeds again."""
-    if not one.values:
-        return one
-    usual = statistics.fmean(one.values)
-    return dataclasses.replace(
-        one, runs=(*one.runs, *(dataclasses.replace(run, value=usual) for run in one.runs))
-    )
 
 
 def median(values: Sequence[float | None]) -> float:
