@@ -157,8 +157,8 @@ def _step() -> Step:
         found = [os.environ.get(name) for name in names]
         if found != [str(given.count)] * 2:
             raise UserError(
-                f"srun started {found[0]} tasks on {found[1]} machines, and a trial has {given.count}: "
-                "leave out -n and -N, and give --nnodes"
+                f"srun started {found[0]} tasks on {found[1]} machines, and a trial has "
+                f"{given.count}: leave out -n and -N, and give --nnodes"
             )
         return machines.of_slurm(os.environ) or Step(ALONE, 0)
     if given.count == 1:
