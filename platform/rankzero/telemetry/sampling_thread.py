@@ -123,11 +123,11 @@ class SamplingThread:
         sampler, journal = self._make_sampler(), Journal(self._path)
         # A last line that lacks only its newline becomes readable now, and its number is taken.
         journal.flush()
-        number, start = _next_sample(self._path), time.monotonic()
+        number = _next_sample(self._path)
+        start = published = time.monotonic()
         # A job that names no GPU needs no notice about a missing driver.
         reported = 0 if self._has_gpus else len(sampler.notices)
-        interval, published = _FIRST_SECONDS, start
-        samples, stopped = [sampler.sample()], False
+        interval, samples, stopped = _FIRST_SECONDS, [sampler.sample()], False
         while not stopped:
             stopped = self._stop.wait(SAMPLE_SECONDS)
             samples.append(sampler.sample())

@@ -185,9 +185,8 @@ class Session:
             self._repeats += 1
             known = twin.state in ("COMPLETE", "PRUNED")
             facts = {**(twin.facts if known else {}), REPEAT: twin.number}
-            self._study.tell(
-                number, twin.state if known else "FAIL", twin.value, twin.constraints, facts
-            )
+            state = twin.state if known else "FAIL"
+            self._study.tell(number, state, twin.value, twin.constraints, facts)
         return None
 
     def _planned(self) -> Mapping[str, Any] | None:
@@ -359,7 +358,7 @@ class Session:
             self._repeat_disturbed(group)
 
     def _second_look(self, reference: Trial) -> list[Trial]:
-        """Return the trials that get as many seeds again. As many challengers as there is time for.
+        """Return the trials that get as many seeds again, as far as there is time for them.
 
         The first look alone decides, so that a search that was killed continues with the same ones.
         """
@@ -374,8 +373,8 @@ class Session:
         candidates = confirm.candidates_of(trials, self._space, stored)
         found = second_look(self._objective.name, *candidates)
         all_of_them = [trials[one.trial] for one in found]
-        # Its own runs show whether one is reliable. Those of a slow reference take many times as
-        # long, and all trials of a group run in turns.
+        # A challenger's own runs show whether it is reliable. Those of a slow reference take many
+        # times as long.
         unreliable = [trials[one.trial] for one in found if not one.reached]
         for others, group in ((all_of_them, [reference]), (unreliable, [])):
             for count in range(len(others), 0, -1):

@@ -68,7 +68,7 @@ class AdaptiveTimeout:
 
 
 def log_points(client: MlflowClient, run_id: str, points: Sequence[MetricPoint]) -> None:
-    """Send the points, to a server at most a thousand at a time. Again: that changes nothing."""
+    """Send the points. Sending one again changes nothing. A server gets a thousand at a time."""
     database = sqlite_path(str(client.tracking_uri))
     if database is not None and sqlite_metrics.log_points(database, run_id, points):
         return
