@@ -29,7 +29,7 @@ def here(
 ) -> Here:
     """Run a command in this process, which has PyTorch loaded; return its exit code and output."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(agent, "warm_up", lambda modules=(): None)
+    monkeypatch.setattr(agent, "warm_up", lambda *_, **__: None)
 
     def run(*words: object) -> tuple[int, str]:
         code = main([str(word) for word in words])

@@ -38,11 +38,11 @@ ENDLESS = ("step_seconds=0.02", "train.epochs=1000", "train.log_every=2")
 
 
 def forkservers(command: Command) -> list[psutil.Process]:
-    """Return the servers of workers, and the workers, which have their server's name."""
+    """Return the servers of workers, and the workers."""
     found = []
     for one in processes_of(command.folder):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "forkserver" in " ".join(one.cmdline()):
+            if one.name() == "forkserver" or one.name().startswith("rank-"):
                 found.append(one)
     return found
 

@@ -15,7 +15,7 @@ import pytest
 COMMAND = """
 import multiprocessing, sys
 from rankzero.launch import agent
-agent.warm_up(["slow_to_import"])
+agent.warm_up((), ["slow_to_import"])
 print(multiprocessing.forkserver._forkserver._forkserver_pid, flush=True)
 sys.stdin.read()
 """

@@ -115,28 +115,3 @@ def test_signal_that_was_ignored_at_start_stays_ignored(number: signal.Signals) 
             assert signals.received == [signal.SIGTERM]
     finally:
         signal.signal(number, before)
-
-
-SERVER = """
-import os, signal, sys
-from multiprocessing import forkserver, resource_tracker
-from rankzero.launch import signals
-signals.start_server()
-helpers = resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid
-for helper in helpers:
-    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
-        os.kill(helper, number)
-for helper in helpers:
-    os.kill(helper, signal.SIGSTOP)
-    _, status = os.waitpid(helper, os.WUNTRACED)
-    print(os.WIFSTOPPED(status), flush=True)
-    os.kill(helper, signal.SIGCONT)
-"""
-
-
-def test_a_scheduler_that_signals_all_processes_ends_no_helper_of_multiprocessing() -> None:
-    """As Slurm's ``--signal=USR1@120`` does, to every process of a step."""
-    done = subprocess.run(
-        [sys.executable, "-c", SERVER], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout.split() == ["True", "True"] and not done.stderr

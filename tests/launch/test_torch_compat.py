@@ -15,7 +15,7 @@ import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from rankzero.launch import agent, signals, torch_compat
+from rankzero.launch import agent, fork_server, torch_compat
 from rankzero.launch.machines import Machines
 from rankzero.launch.torch_compat import ObservedAgent, wait_by_polling
 from support.commands import free_port
@@ -49,7 +49,7 @@ def run_agent(folder: Path, observer: Observer) -> bool:
     (folder / "logs").mkdir()
     logs = DefaultLogsSpecs(log_dir=str(folder / "logs"))
     torch_compat.configure_environment()
-    signals.start_server()
+    fork_server.ensure_running()
     spec = agent._worker_spec(topology, fail_once, str(folder))
     try:
         return not ObservedAgent(spec, logs, observer).run().is_failed()

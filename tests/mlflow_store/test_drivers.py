@@ -82,7 +82,7 @@ def test_a_database_needs_an_artifact_root(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    here.setattr(agent, "warm_up", lambda modules=(): None)
+    here.setattr(agent, "warm_up", lambda *_, **__: None)
     if root is not None:
         here.setenv(drivers.ARTIFACT_ROOT, root)
     assert main(["train", str(TINY), "--tracking-uri", DATABASE]) == 2

@@ -2,8 +2,8 @@
 
     python warm_server.py SOCKET
 
-A cold `python -m rankzero train` spends five seconds of processor time on importing PyTorch
-twice: in the launcher and in its forkserver. A fork of this process spends none. Each command
+A cold `python -m rankzero train` spends three seconds of processor time on importing PyTorch. A
+fork of this process spends none. Each command
 gets the folder, environment, output and signals that it would have in a process of its own.
 """
 
@@ -22,12 +22,14 @@ import socket
 import sys
 import threading
 import traceback
-from multiprocessing import util
 from typing import Any
+
+import torch._dynamo  # noqa: F401
 
 import rankzero.cli.launch_run  # noqa: F401
 import rankzero.launch.agent  # noqa: F401
 import rankzero.training.worker  # noqa: F401
+from rankzero.launch import fork_server
 
 _WAIT_SECONDS = 5.0
 
@@ -91,28 +93,6 @@ def become(request: dict[str, Any], output: int) -> None:
     sys.path.insert(0, request["folder"])  # as `python -m` does
 
 
-def fork_the_forkserver() -> None:
-    """Let multiprocessing's forkserver be a fork, too, instead of a new interpreter."""
-    spawn = util.spawnv_passfds
-
-    def fork(path: bytes, words: list[str], passed: list[int]) -> int:
-        program = words[-1]
-        if not program.startswith("from multiprocessing.forkserver"):
-            return spawn(path, words, passed)
-        if process := os.fork():
-            return process
-        try:
-            for descriptor in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
-                if descriptor > 2 and descriptor not in passed:
-                    with contextlib.suppress(OSError):  # the one that listed them
-                        os.close(descriptor)
-            exec(program, {"__name__": "forkserver"})  # noqa: S102 - multiprocessing's own line
-        finally:
-            os._exit(0)
-
-    util.spawnv_passfds = fork
-
-
 def run_to_the_end() -> None:
     """Run the command and exit as Python would, but leave PyTorch's memory to the kernel."""
     code: Any = 0
@@ -138,5 +118,5 @@ if __name__ == "__main__":
     gc.freeze()
     asked, (out,) = serve(sys.argv[1])
     become(asked, out)
-    fork_the_forkserver()
-    run_to_the_end()
+    with fork_server.forks_programs():
+        run_to_the_end()

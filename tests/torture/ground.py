@@ -20,7 +20,6 @@ from typing import TypeVar
 import psutil
 
 from rankzero.catalog.lookup import folders
-from rankzero.launch.agent import PRELOAD
 from rankzero.run_store.folder import RunFolder
 from torture.room import shared_memory
 
@@ -40,8 +39,6 @@ DELIVERERS = ("rankzero.tracking.recorder", "rankzero.tracking.courier")
 GRACE_SECONDS = 5.0
 # Number of runs in the crowd scenario.
 CROWD = 20
-# A module that the command line of the ranks' fork server names, and so do those of its forks.
-FORKED = PRELOAD[-1]
 
 
 class Broken(Exception):
@@ -274,29 +271,26 @@ def _delivers(process: psutil.Process) -> bool:
 
 def _role(process: psutil.Process, first_rank: int | None) -> str | None:
     """Return the role of a process in its training, or None for another process."""
+    above = [one.name() for one in process.parents()]
+    if _is_rank(process.name()) and "forkserver" in above[:1]:
+        return "rank 0" if process.pid == first_rank else "other rank"
+    if process.name() == "forkserver":
+        return None if "forkserver" in above[:1] else "server"  # a fork that is no rank yet
     words = " ".join(process.cmdline())
     for module, role in (
         ("tracking.recorder", "recorder"),
         ("tracking.courier", "courier"),
-        ("-m rankzero", "launcher"),
+        ("-m rankzero", "data worker" if any(map(_is_rank, above)) else "launcher"),
     ):
         if module in words:
             return role
-    if "forkserver" not in words:
-        return None
-    # Forks have the command line of their server, so only their ancestors distinguish them.
-    generations = len(list(itertools.takewhile(_is_forked, process.parents())))
-    if FORKED not in words:
-        # A rank's own fork server, or a data worker that was forked from it.
-        return "data worker" if generations else None
-    if generations != 1:
-        return "data worker" if generations else "server"
-    return "rank 0" if process.pid == first_rank else "other rank"
+    # A rank's own fork server, or a data worker that was forked from it.
+    return "data worker" if any(map(_is_rank, above)) else None
 
 
-def _is_forked(process: psutil.Process) -> bool:
-    """Return whether a process is a fork server, or was forked from one."""
-    return "forkserver" in " ".join(process.cmdline())
+def _is_rank(name: str) -> bool:
+    """Return whether it is the name of a rank, or of what a rank forked."""
+    return name.startswith("rank-")
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> bool:

@@ -1,7 +1,6 @@
 """Starts workers with torchrun's elastic agent, as forks of a server that has PyTorch loaded.
 
-The server (Python's forkserver) imports PyTorch while the launcher does. Workers are forks of it
-and import nothing again. It never touches CUDA, so it may be forked.
+Workers import nothing again. The server never touches CUDA, so it may be forked.
 """
 
 from __future__ import annotations
@@ -16,25 +15,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankzero.launch import rendezvous, signals
+from rankzero import ranks
+from rankzero.launch import fork_server, rendezvous, signals
 from rankzero.launch.machines import ALONE, Machines
 from rankzero.launch.parent_death import end_with_parent
+from rankzero.launch.process_name import set_process_name
 from rankzero.launch.signals import SignalForwarder
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
 
-# The first optimizer imports torch._dynamo, which takes about as long as PyTorch itself. It is a
-# private name: if it goes, the server ignores it, and runs start a second later.
-PRELOAD = [
-    "torch",
-    "torch._dynamo",
-    "torch.utils.data",
-    "numpy",
-    "rankzero.launch.torch_compat",
-    "rankzero.training.worker",
-]
-_FIRST, _LAST = "rankzero.launch.server_imports_begin", "rankzero.launch.server_imports_end"
+# The command needs these, too.
+_SHARED = ("torch", "numpy", "rankzero.launch.torch_compat", "rankzero.training.worker")
+# The first optimizer imports it, which takes about as long as PyTorch itself. It is a private name:
+# if it goes, the server ignores it, and runs start a second later.
+_PRELOAD = ("torch._dynamo",)
 # PyTorch's C++ code reads it once, when it is imported. It logs pages about each lost connection.
 _CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 # Each look at the workers takes a core from them for a moment.
@@ -66,10 +61,16 @@ class LaunchResult:
     """The signal that killed a worker, if one was killed."""
 
 
-def warm_up(modules: Sequence[str] = ()) -> None:
-    """Start the server, which imports PyTorch and `modules` in the background. Returns at once."""
-    multiprocessing.set_forkserver_preload([_FIRST, *PRELOAD, *modules, _LAST])
-    signals.start_server()
+def warm_up(libraries: Sequence[str] = (), more: Sequence[str] = (), *, alone: bool = True) -> None:
+    """Import PyTorch and `libraries`; start the server, which imports `more` in the background.
+
+    `alone`: whether the command launches on this machine only. Call it before all that may compute
+    or start a thread.
+    """
+    if alone:
+        fork_server.start((*_SHARED, *libraries), (*_PRELOAD, *more))
+        return
+    fork_server.start((), (*_SHARED, *libraries, *_PRELOAD, *more))
     # Only for this process. The server has its environment already: ranks log as they would.
     os.environ.setdefault(_CPP_LOG_LEVEL, "FATAL")
 
@@ -90,7 +91,7 @@ def run(
     same step, and nothing is started again. A second signal ends them as an exception does. SIGQUIT
     kills them.
     """
-    # Late: they import PyTorch, which the server should do meanwhile.
+    # Late: they import PyTorch.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.rendezvous import RendezvousError
 
@@ -100,7 +101,7 @@ def run(
     torch_compat.configure_environment()
     logs.mkdir(parents=True, exist_ok=True)
     logs_specs = DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL)
-    signals.start_server()
+    fork_server.ensure_running()
     alone, agent = topology.machines.alone, None
     store = rendezvous.private_folder() if alone else contextlib.nullcontext()
     try:
@@ -193,6 +194,7 @@ def enter(
     # cores took 465 steps a second in one session, and 506 in two.
     with contextlib.suppress(PermissionError):
         os.setsid()
+    set_process_name(f"rank-{ranks.detect().rank}")
     end_with_parent()  # the server: nobody else could restart this worker or knows it
     rendezvous.use_folder(store)
     if interface is not None:

@@ -7,6 +7,8 @@ machine that is more than half a minute later.
 import os
 
 from rankzero.launch import parent_death
+from rankzero.launch.process_name import set_process_name
 
+set_process_name("forkserver")
 command = os.environ.pop(parent_death.COMMAND, None)
 parent_death.end_with_parent(None if command is None else int(command))

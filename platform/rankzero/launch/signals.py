@@ -17,11 +17,8 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing import forkserver, resource_tracker
 from types import FrameType
 from typing import Any, Self, TypeVar
-
-from rankzero.launch.parent_death import COMMAND
 
 _FORWARDED = {
     signal.SIGTERM: signal.SIGTERM,
@@ -161,23 +158,6 @@ class _Workers:
 
     def stopping(self) -> None:
         self._pids = None
-
-
-def start_server() -> None:
-    """Start the server that workers are forked from, with signals blocked in it and its forks.
-
-    A scheduler may signal every process of a job. That must not end the server, nor a worker that
-    has no signal handlers yet.
-    """
-    # The server takes it out of its environment before a worker is forked.
-    os.environ[COMMAND] = str(os.getpid())
-    try:
-        for start in (resource_tracker.ensure_running, forkserver.ensure_running):
-            # For each: the first unblocks signals here once it has started.
-            with held_back():
-                start()
-    finally:
-        del os.environ[COMMAND]
 
 
 @contextlib.contextmanager

@@ -46,8 +46,9 @@ class NothingLeft(UserError):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    agent.warm_up()
-    return continue_run(_folder(arguments), arguments, options.machines_of(arguments))
+    machines = options.machines_of(arguments)
+    agent.warm_up(alone=machines.alone)
+    return continue_run(_folder(arguments), arguments, machines)
 
 
 def begun(arguments: argparse.Namespace, machines: Machines) -> RunFolder | None:

@@ -12,6 +12,7 @@ from rankzero.cli.submit import ray_run, srun
 from rankzero.errors import FINISHED, UserError
 from rankzero.experiment import Experiment
 from rankzero.launch import agent
+from rankzero.launch.machines import ALONE, Machines
 from rankzero.launch.request import make_folder, with_changes, with_secrets, write_config
 from rankzero.mlflow_store import named_runs
 from rankzero.run_store.attempt import sole_launcher
@@ -38,8 +39,8 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     ray_run.become(arguments)
     srun.become(arguments, srun.one_task_per_machine())
-    experiment = experiment_of(arguments)
     machines = options.machines_of(arguments)
+    experiment = experiment_of(arguments, machines)
     known = resume.begun(arguments, machines) if arguments.resume_if_there else None
     if known is not None:
         try:
@@ -68,12 +69,15 @@ def run(arguments: argparse.Namespace) -> int:
         return launch_run.run(plan)
 
 
-def experiment_of(arguments: argparse.Namespace) -> Experiment:
-    """Return the experiment with the settings of ``--from`` and of the command line."""
+def experiment_of(arguments: argparse.Namespace, machines: Machines = ALONE) -> Experiment:
+    """Return the experiment with the settings of ``--from`` and of the command line.
+
+    It starts the server that workers are forked from.
+    """
     path, _ = experiment_file.split(arguments.experiment)
-    # First of all: the server imports PyTorch while this process reads the experiment.
-    agent.warm_up(launch_run.libraries_of(path))
     settings = config.parse_assignments(arguments.settings)
+    # Before the user's code, which may start threads.
+    agent.warm_up(launch_run.libraries_of(path), alone=machines.alone)
     experiment = experiment_file.load(arguments.experiment)()
     if arguments.start is None:
         return with_changes(experiment, settings)

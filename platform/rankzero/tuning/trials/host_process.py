@@ -130,7 +130,7 @@ def _main(pipe: Connection, libraries: Sequence[str], share: Share) -> None:
     # A launch handles no SIGHUP or SIGINT that is ignored here, so these get an empty handler.
     for number in handled_signals([signal.SIGHUP, signal.SIGINT]):
         signal.signal(number, lambda _number, _frame: None)
-    agent.warm_up([*libraries, *_PRELOAD])
+    agent.warm_up(libraries, _PRELOAD)
     working = threading.Lock()
     threading.Thread(target=_follow_the_search, args=(working,), daemon=True).start()
     # Imported now, while nobody waits, and not in the first trial.

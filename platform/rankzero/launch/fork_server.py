@@ -1,0 +1,105 @@
+"""The server that workers are forked from: Python's forkserver, itself a fork of the command.
+
+multiprocessing starts its server as a new program, which imports PyTorch a second time. That costs
+each command two seconds of processor time. A fork has what the command has imported.
+
+Seen with Python 3.11. ``tests/launch/test_fork_server.py`` fails when a private name goes or
+changes its meaning: multiprocessing.util.spawnv_passfds, and the program in its last argument.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from multiprocessing import forkserver, resource_tracker, util
+from typing import Any, NoReturn
+
+from rankzero.launch.parent_death import COMMAND
+from rankzero.launch.signals import held_back
+
+_FIRST, _LAST = "rankzero.launch.server_imports_begin", "rankzero.launch.server_imports_end"
+
+
+def start(shared: Sequence[str] = (), preload: Sequence[str] = ()) -> None:
+    """Import the modules `shared` here; start a server that has them, and imports `preload`.
+
+    The server imports in the background. Modules that do not exist are left out.
+
+    A fork lacks the threads of this process, and waits for their locks without end. So the server
+    is a new program if a thread runs here, or if somebody may have computed with PyTorch.
+    """
+    may_fork = sys.platform == "linux" and "torch" not in sys.modules
+    for module in shared if may_fork else ():
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    may_fork = may_fork and threading.active_count() == 1
+    multiprocessing.set_forkserver_preload([_FIRST, *shared, *preload, _LAST])
+    with forks_programs() if may_fork else contextlib.nullcontext():
+        ensure_running()
+
+
+def ensure_running() -> None:
+    """Start the server unless it runs, with signals blocked in it and its forks.
+
+    A scheduler may signal every process of a job. That must not end the server, nor a worker that
+    has no signal handlers yet.
+    """
+    # The server takes it out of its environment before a worker is forked.
+    os.environ[COMMAND] = str(os.getpid())
+    try:
+        for begin in (resource_tracker.ensure_running, forkserver.ensure_running):
+            # For each: the first unblocks signals here once it has started.
+            with held_back():
+                begin()
+    finally:
+        del os.environ[COMMAND]
+
+
+@contextlib.contextmanager
+def forks_programs() -> Iterator[None]:
+    """Let multiprocessing start its server as a fork of this process. Main thread only."""
+    starts_program = util.spawnv_passfds
+
+    def fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+        program = str(args[-1])
+        if not program.startswith("from multiprocessing.forkserver"):  # the resource tracker
+            return starts_program(path, args, passfds)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # or each fork would write it once more
+        process = os.fork()
+        if process == 0:
+            _become(program, passfds)
+        return process
+
+    util.spawnv_passfds = fork
+    try:
+        yield
+    finally:
+        util.spawnv_passfds = starts_program
+
+
+def _become(program: str, passed: Sequence[int]) -> NoReturn:
+    """Run a Python program with the descriptors that it is passed, and exit."""
+    status = 1
+    try:
+        for descriptor in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
+            if descriptor > 2 and descriptor not in passed:
+                with contextlib.suppress(OSError):  # the one that listed them
+                    os.close(descriptor)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)) and number != signal.SIGINT:
+                signal.signal(number, signal.SIG_DFL)  # as in a new program
+        exec(program, {"__name__": "forkserver"})  # noqa: S102 - multiprocessing's own line
+    except SystemExit:
+        status = 0  # the last process that may ask for a worker has ended
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)

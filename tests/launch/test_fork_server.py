@@ -1,0 +1,109 @@
+"""The server that workers are forked from is a fork of the command wherever that is safe."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Each import of a module and each worker tells its process.
+MODULE = "import os; print(__name__, os.getpid(), flush=True)"
+COMMAND = """
+import multiprocessing, os, signal, sys, threading
+from rankzero.launch import fork_server
+
+def work():
+    held = opened & {{os.path.realpath(f"/proc/self/fd/{{one}}") for one in range(256)}}
+    print("worker", os.getppid(), *(signal.getsignal(one) for one in signals), held)
+
+def handler(*_):
+    pass
+
+opened = set()
+signals = signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT
+if __name__ == "__main__":
+    signal.signal(signal.SIGUSR1, handler)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    opened |= {{os.path.realpath(f"/proc/self/fd/{{one}}") for one in os.pipe()}}
+    print("command", os.getpid())
+    {before}
+    fork_server.start(("shared", "absent"), ("alone", "absent.too"))
+    print("server", multiprocessing.forkserver._forkserver._forkserver_pid, flush=True)
+    worker = multiprocessing.get_context("forkserver").Process(target=work)
+    worker.start()
+    worker.join()
+    {after}
+"""
+
+
+def run(folder: Path, before: str = "pass", after: str = "pass") -> list[list[str]]:
+    """Return the words of each line that the command, its server and a worker print."""
+    for name in ("shared", "alone"):
+        (folder / f"{name}.py").write_text(MODULE)
+    program = folder / "command.py"
+    program.write_text(COMMAND.format(before=before, after=after))
+    environ = {**os.environ, "PYTHONPATH": str(folder)}
+    words = [sys.executable, str(program)]
+    done = subprocess.run(
+        words, check=True, env=environ, capture_output=True, text=True, timeout=120
+    )
+    assert not done.stderr
+    return [line.split() for line in done.stdout.splitlines()]
+
+
+def test_a_fork_has_what_the_command_imported(tmp_path: Path) -> None:
+    lines = run(tmp_path)
+    said = {words[0]: words[1:] for words in lines}
+    assert len(lines) == len(said) == 5, "each line is written once"
+    assert said["shared"] == said["command"]
+    assert said["alone"] == said["server"] and said["server"] != said["command"]
+    # As in a new program: handlers are Python's own, ignored signals are ignored, no other file.
+    assert said["worker"][0] == said["server"][0]
+    handlers = " ".join(said["worker"][1:])
+    assert handlers == "0 1 <built-in function default_int_handler> set()"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("end = threading.Event(); threading.Thread(target=end.wait).start()", "end.set()"),
+        ("import torch", "pass"),
+    ],
+    ids=["a thread runs", "PyTorch may have computed"],
+)
+def test_the_server_is_a_new_program_where_a_fork_may_hang(
+    tmp_path: Path, before: str, after: str
+) -> None:
+    lines = run(tmp_path, before, after)
+    (server,) = [words[1] for words in lines if words[0] == "server"]
+    assert ["shared", server] in lines and ["alone", server] in lines
+
+
+SERVER = """
+import os, signal, sys
+from multiprocessing import forkserver, resource_tracker
+from rankzero.launch import fork_server
+{start}
+helpers = resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid
+for helper in helpers:
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+        os.kill(helper, number)
+for helper in helpers:
+    os.kill(helper, signal.SIGSTOP)
+    _, status = os.waitpid(helper, os.WUNTRACED)
+    print(os.WIFSTOPPED(status), flush=True)
+    os.kill(helper, signal.SIGCONT)
+"""
+
+
+@pytest.mark.parametrize("start", ["fork_server.start()", "fork_server.ensure_running()"])
+def test_a_scheduler_that_signals_all_processes_ends_no_helper_of_multiprocessing(
+    start: str,
+) -> None:
+    """As Slurm's ``--signal=USR1@120`` does, to every process of a step."""
+    words = [sys.executable, "-c", SERVER.format(start=start)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["True", "True"] and not done.stderr
