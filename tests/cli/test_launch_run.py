@@ -200,7 +200,9 @@ def test_best_model_gets_the_time_that_the_delivery_left(
 
     monkeypatch.setattr(delivery_status, "wait", deliver)
     monkeypatch.setattr(
-        best_model, "in_new_process", lambda folder, notice, hurried, seconds: left.append(seconds)
+        best_model.LoggingProcess,
+        "wait",
+        lambda process, notice, hurried, seconds: left.append(seconds),
     )
     assert finish(folder) == []
     assert 20.0 < left[0] <= 29.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import math
 import os
@@ -202,14 +203,16 @@ def _finish_delivery(plan: LaunchPlan, console: Console, hurried: Callable[[], b
     folder, until = plan.folder, time.monotonic() + patience().seconds
     logs_model = _logs_model(plan)
     also = ["the best model"] if logs_model else []
-    with console.status("delivering to MLflow"):
-        delivered = delivery_notes.wait(folder, console.notice, hurried, also)
-    if logs_model and not delivered:
-        best_model.mark_unlogged(folder, True)
-    elif logs_model:
+    with best_model.LoggingProcess(folder) if logs_model else contextlib.nullcontext() as process:
+        with console.status("delivering to MLflow"):
+            delivered = delivery_notes.wait(folder, console.notice, hurried, also)
+        if process is None:
+            return
+        if not delivered:
+            best_model.mark_unlogged(folder, True)
+            return
         with console.status("logging the best model to MLflow"):
-            left = until - time.monotonic()
-            best_model.in_new_process(folder, console.notice, hurried, left)
+            process.wait(console.notice, hurried, until - time.monotonic())
 
 
 def _finish_later(plan: LaunchPlan, console: Console, hurried: Callable[[], bool]) -> None:

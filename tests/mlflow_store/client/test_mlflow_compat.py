@@ -8,15 +8,18 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from mlflow import MlflowClient, environment_variables
 from mlflow.exceptions import MlflowException
 from mlflow.store.artifact import host_policy, http_artifact_repo
 from mlflow.store.artifact.http_artifact_repo import HttpArtifactRepository
 from mlflow.tracking._tracking_service import utils
-from mlflow.utils import rest_utils
+from mlflow.utils import environment, rest_utils
+from torch import nn
 
 from rankzero.mlflow_store.client import MlflowRuns, RunRecord, mlflow_compat
+from rankzero.mlflow_store.client.pytorch import save_pytorch
 from rankzero.mlflow_store.uris import TrackingError
 from rankzero.permanent_errors import refusal
 from support.runs import T0, make_folder
@@ -273,6 +276,24 @@ def test_a_registration_leaves_nothing_in_the_current_directory(
     model_id = store.models.log_model(run, folder.path, "model", 1, {})
     store.models.register(run, model_id, "ours")
     assert not list(here.iterdir())
+
+
+def test_only_mlflow_by_itself_reads_all_installed_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mlflow.pytorch
+
+    checked: list[list[str]] = []
+    name = "warn_dependency_requirement_mismatches"
+    monkeypatch.setattr(environment, name, checked.append)
+    model = nn.Linear(2, 1)
+    save_pytorch(model, tmp_path / "ours", [np.ones((2, 2), "f4")], None, "pt2", ())
+    assert not checked and getattr(environment, name) == checked.append
+    example = np.ones((2, 2), "f4")
+    mlflow.pytorch.save_model(
+        model, tmp_path / "theirs", pip_requirements=["mlflow"], input_example=example
+    )
+    assert checked == [["mlflow"]], "the patch is still needed"
 
 
 def test_a_local_location_is_read_as_mlflow_reads_it(tmp_path: Path) -> None:

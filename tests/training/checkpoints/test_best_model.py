@@ -97,7 +97,8 @@ def test_hanging_server_is_not_waited_for_beyond_the_limit(
         # The time is over once the server hangs, however long the imports took.
         return time.monotonic() + LONG * silent.asked.is_set()
 
-    best_model.in_new_process(folder, notices.append, seconds=LONG, clock=clock)
+    with best_model.LoggingProcess(folder) as process:
+        process.wait(notices.append, seconds=LONG, clock=clock)
     assert silent.asked.is_set(), notices
     remedy = f"rankzero sync {folder.path.name} --dir {folder.path.parent.parent} does it"
     assert notices == [f"the best model was not logged to MLflow: it took too long; {remedy}"]
@@ -107,7 +108,7 @@ def test_hanging_server_is_not_waited_for_beyond_the_limit(
 
 def test_stop_request_ends_the_wait_for_the_best_model(folder: RunFolder, silent: Silent) -> None:
     notices: list[str] = []
-    best_model.in_new_process(folder, notices.append, silent.asked.is_set, LONG)
+    best_model.log_best(folder, notices.append, silent.asked.is_set, LONG)
     (notice,) = notices
     assert f"stopping; rankzero sync {folder.path.name} --dir" in notice
 
@@ -118,7 +119,8 @@ def test_process_that_ignores_sigterm_is_killed(
     notices: list[str] = []
     ignores_sigterm = folder.path / DEAF
     began = time.monotonic()
-    best_model.in_new_process(folder, notices.append, ignores_sigterm.exists, entry=deaf)
+    with best_model.LoggingProcess(folder, entry=deaf) as process:
+        process.wait(notices.append, ignores_sigterm.exists)
     assert time.monotonic() - began < LONG and not left()
     assert "was not logged" in notices[0]
 

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         if delivery_status.status(folder).run_id is None:
             command = command_lines.line(arguments.dir, "sync", name)
             raise UserError(f"{name} is not in MLflow yet: {command}")
-        best_model.in_new_process(folder, problems.append)  # unless MLflow has the model already
+        best_model.log_best(folder, problems.append)  # unless MLflow has the model already
     tracker = MlflowRuns(uri)
     found = tracker.find_run(
         arguments.run_name if folder is None else lookup.mlflow_id(folder) or folder.path.name

@@ -212,7 +212,7 @@ def _deliver(folder: RunFolder, forwarder: SignalForwarder, *, offline: bool) ->
     for child in late:
         if delivery_status.status(child).done and not hurried():
             seconds = patience().seconds
-            best_model.in_new_process(child, delivery_notes.print_note, hurried, seconds)
+            best_model.log_best(child, delivery_notes.print_note, hurried, seconds)
     root = folder.root
     again = command(root, "report", folder.path.name)
     print(f"look:  {look(folder.identity.tracking_uri, root)}   again: {again}", flush=True)

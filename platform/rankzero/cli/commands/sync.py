@@ -76,7 +76,7 @@ def _deliver(folder: RunFolder) -> int:
             from rankzero.training.checkpoints import best_model
 
             # In a process of its own, because it runs the user's code.
-            best_model.in_new_process(one, lambda text: print(f"{name}: {text}"))
+            best_model.log_best(one, lambda text: print(f"{name}: {text}"))
     return FINISHED
 
 

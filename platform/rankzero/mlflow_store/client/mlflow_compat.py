@@ -37,7 +37,7 @@ with warnings.catch_warnings():
     from mlflow.exceptions import MlflowException
     from mlflow.store.artifact import http_artifact_repo
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-    from mlflow.utils import file_utils, rest_utils, uri
+    from mlflow.utils import environment, file_utils, rest_utils, uri
 
 _EMPTY = ("", "200 OK")
 _ARTIFACT_ROOT = "_MLFLOW_SERVER_ARTIFACT_ROOT"
@@ -45,6 +45,7 @@ _verify_rest_response: Any = rest_utils.verify_rest_response
 _raise_for_status: Any = http_artifact_repo.augmented_raise_for_status  # type: ignore[attr-defined]
 _file_utils: Any = file_utils
 _uri: Any = uri
+_environment: Any = environment
 
 
 def prepare() -> None:
@@ -131,6 +132,19 @@ def global_tracking_uri(tracking_uri: str) -> Iterator[None]:
         yield
     finally:
         set_tracking_uri(None)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def requirements_unchecked() -> Iterator[None]:
+    """Let MLflow save models without a look at the installed packages. Not for several threads."""
+    # It reads the files of all packages, in a third of a second, to warn of other versions than
+    # those that it is given. RankZero gives it the installed ones.
+    check = _environment.warn_dependency_requirement_mismatches
+    _environment.warn_dependency_requirement_mismatches = lambda _: None
+    try:
+        yield
+    finally:
+        _environment.warn_dependency_requirement_mismatches = check
 
 
 def erase(client: Any, *, run_id: str | None = None, model_id: str | None = None) -> None:

@@ -27,7 +27,9 @@ def save_pytorch(
     from mlflow.models import ModelSignature
     from mlflow.types import Schema
 
-    with warnings.catch_warnings():
+    from rankzero.mlflow_store.client.mlflow_compat import requirements_unchecked
+
+    with warnings.catch_warnings(), requirements_unchecked():
         # The warnings are about torch's own internals.
         warnings.simplefilter("ignore")
         mlflow.pytorch.save_model(

@@ -22,6 +22,7 @@ from rankzero.catalog import command_lines, lookup
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment, Goal
 from rankzero.launch import signals
+from rankzero.launch.process_name import set_process_name
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder, write_atomically
@@ -35,44 +36,71 @@ from rankzero.training_position import Progress, measure_at
 _POLL_SECONDS, _END_SECONDS = 0.1, 2.0
 
 
-def in_new_process(
+class LoggingProcess:
+    """A process that logs a run's best model. Its ``with`` block starts and ends it.
+
+    It loads and traces the model while the run is delivered, and then logs it. It is a process of
+    its own, because the user's code and torch.export may hang, crash or fill the memory.
+    """
+
+    def __init__(
+        self, folder: RunFolder, *, entry: Callable[[str, Any], None] | None = None
+    ) -> None:
+        """`entry`: what the process runs, with the folder's path and a queue for a problem."""
+        self._folder, context = folder, multiprocessing.get_context("forkserver")
+        self._problems = context.SimpleQueue()
+        given = (str(folder.path), self._problems)
+        self._process = context.Process(target=entry or _run_child, args=given)
+
+    def __enter__(self) -> LoggingProcess:
+        self._process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # The user's code may ignore SIGTERM, and a process that waits for a dead disk ignores
+        # SIGKILL.
+        for end in (self._process.terminate, self._process.kill):
+            end()
+            self._process.join(_END_SECONDS)
+
+    def wait(
+        self,
+        notice: Callable[[str], None],
+        hurried: Callable[[], bool] = lambda: False,
+        seconds: float = math.inf,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Wait for the model. A failure becomes a notice, never an exception.
+
+        It gives up as soon as `hurried()` is true, or after `seconds`.
+        """
+        folder, until = self._folder, clock() + seconds
+        while (unfinished := self._process.is_alive()) and not hurried() and clock() < until:
+            self._process.join(_POLL_SECONDS)
+        mark_unlogged(folder, unfinished)
+        reason = None
+        if unfinished:  # it may have put half a message into the queue, which is not read
+            why = "the command is stopping" if hurried() else "it took too long"
+            again = command_lines.line(folder.root, "sync", folder.path.name)
+            reason = f"{why}; {again} does it"
+        elif not self._problems.empty():
+            reason = self._problems.get()
+        elif self._process.exitcode:
+            reason = f"its process ended with {self._process.exitcode}"
+        if reason is not None:
+            notice(f"the best model was not logged to MLflow: {reason}")
+
+
+def log_best(
     folder: RunFolder,
     notice: Callable[[str], None],
     hurried: Callable[[], bool] = lambda: False,
     seconds: float = math.inf,
-    *,
-    entry: Callable[[str, Any], None] | None = None,
-    clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Log the run's best model from a new process. A failure becomes a notice, never an exception.
-
-    It ends the process and gives up as soon as `hurried()` is true, or after `seconds`. `entry` is
-    what the process runs: the folder's path and a queue for a problem are its arguments.
-    """
-    # Its own process, because the user's code and torch.export may hang, crash or fill the memory.
-    context = multiprocessing.get_context("forkserver")
-    problems = context.SimpleQueue()
-    process = context.Process(target=entry or _run_child, args=(str(folder.path), problems))
-    until = clock() + seconds
-    process.start()
-    while (unfinished := process.is_alive()) and not hurried() and clock() < until:
-        process.join(_POLL_SECONDS)
-    # The user's code may ignore SIGTERM, and a process that waits for a dead disk ignores SIGKILL.
-    for end in (process.terminate, process.kill):
-        end()
-        process.join(_END_SECONDS)
-    mark_unlogged(folder, unfinished)
-    reason = None
-    if unfinished:  # it may have put half a message into the queue, which is not read
-        why = "the command is stopping" if hurried() else "it took too long"
-        again = command_lines.line(folder.root, "sync", folder.path.name)
-        reason = f"{why}; {again} does it"
-    elif not problems.empty():
-        reason = problems.get()
-    elif process.exitcode:
-        reason = f"its process ended with {process.exitcode}"
-    if reason is not None:
-        notice(f"the best model was not logged to MLflow: {reason}")
+    """Log a delivered run's best model; see `LoggingProcess.wait`."""
+    with LoggingProcess(folder) as process:
+        process.wait(notice, hurried, seconds)
 
 
 def mark_unlogged(folder: RunFolder, unlogged: bool) -> None:
@@ -126,10 +154,11 @@ def load_state(folder: RunFolder, goal: Goal, step: int | None = None) -> dict[s
 
 def _run_child(folder: str, problems: Any) -> None:
     signals.unblock()
+    set_process_name("best-model")
     # An exception, unlike the default action, removes temporary folders on its way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
-        _log_best(RunFolder(Path(folder)))
+        _trace_and_log(RunFolder(Path(folder)))
     except Exception as error:  # the user's model and data, torch.export, MLflow: all is a notice
         text = text_without_secrets(traceback.format_exc())
         (Path(folder) / "export.log").write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -137,16 +166,14 @@ def _run_child(folder: str, problems: Any) -> None:
         problems.put(line_without_secrets(f"{type(error).__name__}: {error}"))
 
 
-def _log_best(folder: RunFolder) -> None:
+def _trace_and_log(folder: RunFolder) -> None:
     """Log the best checkpoint's model. It replaces one logged before; the same one is skipped."""
     from rankzero.mlflow_store.client import MlflowRuns
     from rankzero.training.checkpoints import mlflow_model
 
-    identity, run_id = folder.identity, delivery_status.status(folder).run_id
+    identity = folder.identity
     experiment = experiment_of(folder)
     path = _best_checkpoint(folder, experiment.goal)
-    if run_id is None:
-        raise RuntimeError("the run has not reached MLflow; rankzero sync does it")
     step = checkpoint_files.read_manifest(path).step
     mark, before = folder.logged_model, None
     with contextlib.suppress(OSError, ValueError):
@@ -158,18 +185,16 @@ def _log_best(folder: RunFolder) -> None:
         write_atomically(mark, json.dumps({**before, **note}))
         return
     model = _load_model(experiment, path)
-    tracker = MlflowRuns(identity.tracking_uri)
     source, _ = experiment_file.split(identity.experiment_file or "")
-    model_id = mlflow_model.log_model(
-        tracker,
-        tracker.find_run(run_id),
-        _served(model),
-        _example_inputs(experiment, model, step),
-        step=step,
-        name="best_model",
-        code_paths=[source],
-        tags={"rankzero.step": str(step), "rankzero.model": "best"},
-    )
+    inputs = _example_inputs(experiment, model, step)
+    with mlflow_model.saved(_served(model), inputs, [source]) as saved:
+        run_id = delivery_status.wait(folder).run_id
+        if run_id is None:
+            raise RuntimeError("the run has not reached MLflow; rankzero sync does it")
+        tracker = MlflowRuns(identity.tracking_uri)
+        run, tags = tracker.find_run(run_id), {"rankzero.step": str(step), "rankzero.model": "best"}
+        tags["rankzero.format"] = saved.kind
+        model_id = tracker.models.log_model(run, saved.folder, "best_model", step, tags)
     write_atomically(mark, json.dumps({**note, "model_id": model_id}))
     # Only now, so that MLflow always has one of them.
     if before is not None:

@@ -13,41 +13,34 @@ import logging
 import shutil
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 
 log = logging.getLogger(__name__)
 _silencing = threading.Lock()
 
 
-def log_model(
-    tracker: MlflowRuns,
-    run: RunRecord,
-    model: Any,
-    example: Any,
-    *,
-    step: int,
-    name: str = "model",
-    code_paths: Sequence[Path] = (),
-    tags: Mapping[str, str] | None = None,
-) -> str:
-    """Save the model for inference, upload it, and return the logged model's id.
+class SavedModel(NamedTuple):
+    """A model in MLflow's layout on this disk."""
 
-    `example`: a batch as the model takes it, a tensor or a tuple of tensors.
+    folder: Path
+    kind: Literal["pt2", "pickle"]
+
+
+@contextlib.contextmanager
+def saved(model: Any, example: Any, code_paths: Sequence[Path] = ()) -> Iterator[SavedModel]:
+    """Save the model for inference in a temporary folder.
+
+    `example`: a batch as the model takes it, a tensor or a tuple of tensors. `code_paths`: the
+    files that a pickled model needs.
     """
     with tempfile.TemporaryDirectory(prefix="rankzero-") as folder:
         target = Path(folder) / "model"
-        kind = _save(model, example, target, code_paths)
-        return tracker.models.log_model(
-            run, target, name, step, {"rankzero.format": kind, **(tags or {})}
-        )
+        yield SavedModel(target, _save(model, example, target, code_paths))
 
 
 def save_traced(model: nn.Module, example: Sequence[Tensor], folder: Path) -> None:
