@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import gc
 import importlib
 import os
 import shlex
@@ -38,8 +39,9 @@ RankZero trains PyTorch models, tracked in MLflow. Most people begin with:
 def command() -> NoReturn:
     """Run one command and exit with its code."""
     code = main()
-    # With PyTorch imported the interpreter takes a third of a second to shut down. A SIGUSR1 in
-    # that time would kill a finished command.
+    # With PyTorch imported, the interpreter would walk its objects for a third of a second.
+    gc.freeze()
+    # It takes a sixth of a second more to shut down. A SIGUSR1 would kill a finished command.
     ignored = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
