@@ -52,7 +52,8 @@ def run_agent(folder: Path, observer: Observer) -> bool:
     fork_server.ensure_running()
     spec = agent._worker_spec(topology, fail_once, str(folder))
     try:
-        return not ObservedAgent(spec, logs, observer).run().is_failed()
+        # It must see by itself that a worker has failed, and that others have returned.
+        return not ObservedAgent(spec, logs, observer, monitor_seconds=600).run().is_failed()
     finally:
         spec.rdzv_handler.shutdown()
 

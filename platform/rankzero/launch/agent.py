@@ -32,8 +32,6 @@ _SHARED = ("torch", "numpy", "rankzero.launch.torch_compat", "rankzero.training.
 _PRELOAD = ("torch._dynamo",)
 # PyTorch's C++ code reads it once, when it is imported. It logs pages about each lost connection.
 _CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
-# Each look at the workers takes a core from them for a moment.
-_MONITOR_SECONDS = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +170,7 @@ def _worker_spec(
         args=(entry, request, store, interface),
         rdzv_handler=handler,
         max_restarts=topology.max_restarts,
-        monitor_interval=_MONITOR_SECONDS,
+        monitor_interval=1e-3,  # `ObservedAgent` waits by itself
         local_addr=machines.address,
     )
 

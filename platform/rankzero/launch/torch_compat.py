@@ -3,7 +3,8 @@
 Seen with PyTorch 2.15 and Python 3.11. ``tests/launch/test_torch_compat.py`` fails
 when one of these names goes or changes its meaning:
 
-    ObservedAgent           LocalElasticAgent._start_workers, _stop_workers, _remaining_restarts
+    ObservedAgent           LocalElasticAgent._start_workers, _stop_workers, _monitor_workers,
+                            _remaining_restarts, _pcontext; its _ret_vals and _pc
     poll_after_return       multiprocessing.synchronize.Event.wait, Event._flag._semlock._is_zero
     configure_environment   TORCHELASTIC_SIGNALS_TO_HANDLE, TORCH_DISABLE_SHARE_RDZV_TCP_STORE
 
@@ -16,10 +17,10 @@ import logging
 import os
 import time
 from collections.abc import Callable, MutableMapping
-from multiprocessing import synchronize
+from multiprocessing import connection, synchronize
 from typing import Any, Protocol
 
-from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
@@ -58,8 +59,11 @@ class ObservedAgent(LocalElasticAgent):
         logs_specs: LogsSpecs,
         observer: WorkerObserver,
         joined: Callable[[int], object] = lambda _: None,
+        monitor_seconds: float = 0.5,
     ) -> None:
         self._observer, self._joined = observer, joined
+        # Each look at the workers takes a core from them for a moment.
+        self._monitor_seconds = monitor_seconds
         self.have_met = False
         """Whether the machines have found each other."""
         super().__init__(
@@ -88,6 +92,14 @@ class ObservedAgent(LocalElasticAgent):
         self._observer.started(list(ids.values()))
         stopped_workers.watch(list(ids.values()))
         return ids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        # The agent alone would look every so often. This one looks once a worker returns or ends.
+        workers: Any = self._pcontext
+        returned = [queue._reader for queue in workers._ret_vals.values()]
+        connection.wait([*returned, *workers._pc.sentinels], self._monitor_seconds)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._observer.stopping()
