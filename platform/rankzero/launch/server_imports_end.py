@@ -4,6 +4,10 @@ From now on the server outlives its command, until the last worker has ended: a 
 was killed saves a checkpoint.
 """
 
+import gc
+
 from rankzero.launch.parent_death import outlive_parent
 
+gc.freeze()
+gc.enable()
 outlive_parent()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 import multiprocessing
@@ -155,6 +156,9 @@ def load_state(folder: RunFolder, goal: Goal, step: int | None = None) -> dict[s
 def _run_child(folder: str, problems: Any) -> None:
     signals.unblock()
     set_process_name("best-model")
+    # MLflow creates half a million objects that stay, and the collector would walk them often.
+    gc.freeze()
+    gc.set_threshold(100_000)
     # An exception, unlike the default action, removes temporary folders on its way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
