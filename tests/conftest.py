@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import gc
 import importlib.util
 import signal
 
@@ -27,3 +28,13 @@ settings.load_profile("patient")
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, lambda *_: None)
+
+
+def pytest_sessionstart() -> None:
+    gc.disable()  # see below
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from PyTorch's and MLflow's objects, which stay."""
+    gc.freeze()
+    gc.enable()
