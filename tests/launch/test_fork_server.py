@@ -12,12 +12,18 @@ import pytest
 # Each import of a module and each worker tells its process.
 MODULE = "import os; print(__name__, os.getpid(), flush=True)"
 COMMAND = """
-import multiprocessing, os, signal, sys, threading
+import multiprocessing, os, psutil, signal, sys, threading
 from rankzero.launch import fork_server
+
+def nested():
+    print("nested", psutil.Process(os.getppid()).cmdline()[-1].split(";")[0], flush=True)
 
 def work():
     held = opened & {{os.path.realpath(f"/proc/self/fd/{{one}}") for one in range(256)}}
-    print("worker", os.getppid(), *(signal.getsignal(one) for one in signals), held)
+    print("worker", os.getppid(), *(signal.getsignal(one) for one in signals), held, flush=True)
+    inner = multiprocessing.get_context("forkserver").Process(target=nested)
+    inner.start()
+    inner.join()
 
 def handler(*_):
     pass
@@ -57,11 +63,13 @@ def run(folder: Path, before: str = "pass", after: str = "pass") -> list[list[st
 def test_a_fork_has_what_the_command_imported(tmp_path: Path) -> None:
     lines = run(tmp_path)
     said = {words[0]: words[1:] for words in lines}
-    assert len(lines) == len(said) == 5, "each line is written once"
+    assert len(lines) == len(said) == 6, "each line is written once"
     assert said["shared"] == said["command"]
     assert said["alone"] == said["server"] and said["server"] != said["command"]
     # As in a new program: handlers are Python's own, ignored signals are ignored, no other file.
     assert said["worker"][0] == said["server"][0]
+    # A worker's own server is a new program: the worker may have threads, and use a GPU.
+    assert " ".join(said["nested"]) == "from multiprocessing.forkserver import main"
     handlers = " ".join(said["worker"][1:])
     assert handlers == "0 1 <built-in function default_int_handler> set()"
 

@@ -83,7 +83,23 @@ def meet(folder: str) -> str:
     return "met"
 
 
-def deaf(folder: str, problems: Any) -> None:
+def out_of_memory(folder: str, problems: Any, delivered: Any) -> None:
+    """End as if the kernel had no memory left."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def told(folder: str, problems: Any, delivered: Any) -> None:
+    """Write into ``seen`` that it has begun, and whether the run is delivered."""
+    seen = Path(folder) / "seen"
+    seen.write_text("begun")
+    try:
+        delivered.recv()
+        seen.write_text("delivered")
+    except EOFError:
+        seen.write_text("alone")
+
+
+def deaf(folder: str, problems: Any, delivered: Any) -> None:
     """Ignore SIGTERM, create a file that says so, and take long."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (Path(folder) / DEAF).touch()

@@ -32,8 +32,8 @@ from rankzero.run_store.folder import RunFolder
 from rankzero.telemetry.host import usable_cores
 from rankzero.tracking import delivery_status, notification
 
-# The server that workers are forked from imports these beforehand: they are slow to import, and
-# start no threads and no CUDA.
+# They are slow to import, and start no threads and no CUDA. So the server that workers are forked
+# from may have them.
 _SLOW_LIBRARIES = {
     "PIL",
     "lightning",
@@ -206,13 +206,9 @@ def _finish_delivery(plan: LaunchPlan, console: Console, hurried: Callable[[], b
     with best_model.LoggingProcess(folder) if logs_model else contextlib.nullcontext() as process:
         with console.status("delivering to MLflow"):
             delivered = delivery_notes.wait(folder, console.notice, hurried, also)
-        if process is None:
-            return
-        if not delivered:
-            best_model.mark_unlogged(folder, True)
-            return
-        with console.status("logging the best model to MLflow"):
-            process.wait(console.notice, hurried, until - time.monotonic())
+        if process is not None and delivered:
+            with console.status("logging the best model to MLflow"):
+                process.wait(console.notice, hurried, until - time.monotonic())
 
 
 def _finish_later(plan: LaunchPlan, console: Console, hurried: Callable[[], bool]) -> None:
@@ -277,16 +273,16 @@ def topology_of(
     return agent.Topology(processes, arguments.max_restarts, machines, silence_seconds)
 
 
-def libraries_of(path: Path) -> list[str]:
-    """Return the slow libraries that a file imports at its top, for the server to import first."""
-    # Parsed, not imported: user code runs in the workers, not in the server they are forked from.
+def libraries_of(path: Path) -> list[str] | None:
+    """Return the slow libraries that a file imports at its top. None: it is no Python program."""
+    # Parsed, not imported: the server that workers are forked from has no code of the user.
     try:
         body = ast.parse(path.read_bytes()).body
     except (SyntaxError, ValueError):
-        return []
+        return None
     named = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
     for node in body:
         if isinstance(node, ast.ImportFrom) and node.module:
             named += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    # The server ignores a name that is no module, such as pandas.DataFrame.
+    # A name that is no module, such as pandas.DataFrame, is left out when they are imported.
     return [name for name in named if name.split(".")[0] in _SLOW_LIBRARIES]

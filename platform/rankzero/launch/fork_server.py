@@ -3,8 +3,9 @@
 multiprocessing starts its server as a new program, which imports PyTorch a second time. That costs
 each command two seconds of processor time. A fork has what the command has imported.
 
-Seen with Python 3.11. ``tests/launch/test_fork_server.py`` fails when a private name goes or
-changes its meaning: multiprocessing.util.spawnv_passfds, and the program in its last argument.
+Seen with Python 3.11 to 3.13. ``tests/launch/test_fork_server.py`` fails when a private name goes
+or changes its meaning: multiprocessing.util.spawnv_passfds, and the program in its last argument;
+the two objects that hold what multiprocessing knows of its helpers.
 """
 
 from __future__ import annotations
@@ -78,10 +79,11 @@ def forks_programs() -> Iterator[None]:
         program = str(args[-1])
         if not program.startswith("from multiprocessing.forkserver"):  # the resource tracker
             return starts_program(path, args, passfds)
-        for stream in (sys.stdout, sys.stderr):
+        for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()  # or each fork would write it once more
         process = os.fork()
         if process == 0:
+            util.spawnv_passfds = starts_program
             _become(program, passfds)
         return process
 
@@ -96,13 +98,17 @@ def _become(program: str, passed: Sequence[int]) -> NoReturn:
     """Run a Python program with the descriptors that it is passed, and exit."""
     status = 1
     try:
+        # They have locks that the parent holds, files that are closed below, and its modules.
+        for helper in (forkserver._forkserver, resource_tracker._resource_tracker):
+            type(helper).__init__(helper)
         for descriptor in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
             if descriptor > 2 and descriptor not in passed:
                 with contextlib.suppress(OSError):  # the one that listed them
                     os.close(descriptor)
         for number in signal.valid_signals():
-            if callable(signal.getsignal(number)) and number != signal.SIGINT:
-                signal.signal(number, signal.SIG_DFL)  # as in a new program
+            if callable(signal.getsignal(number)):  # as in a new program
+                is_python = number == signal.SIGINT
+                signal.signal(number, signal.default_int_handler if is_python else signal.SIG_DFL)
         exec(program, {"__name__": "forkserver"})  # noqa: S102 - multiprocessing's own line
     except SystemExit:
         status = 0  # the last process that may ask for a worker has ended

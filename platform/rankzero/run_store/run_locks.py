@@ -185,25 +185,25 @@ def announce_recorder(folder: RunFolder, node: int, token: str) -> int | None:
     return None
 
 
-def has_announced(folder: RunFolder) -> bool:
-    """Return whether node 0's latest recorder has ever held its lock. It may be dead by now."""
-    found = latest(folder, 0)
+def has_announced(folder: RunFolder, node: int = 0) -> bool:
+    """Return whether a node's latest recorder has ever held its lock. It may be dead by now."""
+    found = latest(folder, node)
     try:
-        return found is not None and _live_path(folder, 0, found.token).stat().st_size > 0
+        return found is not None and _live_path(folder, node, found.token).stat().st_size > 0
     except OSError:
         return False
 
 
-def has_live_recorder(folder: RunFolder) -> bool:
-    """Return whether node 0's latest recorder lives. Several processes may ask at once.
+def has_live_recorder(folder: RunFolder, node: int = 0) -> bool:
+    """Return whether a node's latest recorder lives. Several processes may ask at once.
 
     False for a user who may not write the run.
     """
-    found = latest(folder, 0)
+    found = latest(folder, node)
     if found is None:
         return False
     with contextlib.suppress(OSError):
-        descriptor = os.open(_live_path(folder, 0, found.token), os.O_RDWR | os.O_NOFOLLOW)
+        descriptor = os.open(_live_path(folder, node, found.token), os.O_RDWR | os.O_NOFOLLOW)
         try:
             return not try_lock(descriptor, fcntl.LOCK_SH)
         finally:

@@ -20,8 +20,9 @@ from rankzero.run_store import checkpoint_files
 from rankzero.run_store import delivery_state as state
 from rankzero.run_store.folder import RunFolder
 from rankzero.training.checkpoints import best_model
+from support.commands import wait_until
 from support.paths import FIXTURES
-from support.returning import DEAF, deaf
+from support.returning import DEAF, deaf, out_of_memory, told
 from support.runs import append, ended, make_folder, started
 
 TINY = FIXTURES / "tiny.py"
@@ -111,6 +112,30 @@ def test_stop_request_ends_the_wait_for_the_best_model(folder: RunFolder, silent
     best_model.log_best(folder, notices.append, silent.asked.is_set, LONG)
     (notice,) = notices
     assert f"stopping; rankzero sync {folder.path.name} --dir" in notice
+
+
+def test_a_process_without_memory_leaves_the_model_to_sync(folder: RunFolder) -> None:
+    notices: list[str] = []
+    with best_model.LoggingProcess(folder, entry=out_of_memory) as process:
+        process.wait(notices.append)
+    assert "ended with -9" in notices[0] and "rankzero sync" in notices[0]
+    assert folder.late_model.exists()
+
+
+def test_the_model_is_logged_once_the_run_is_delivered_and_else_left_to_sync(
+    folder: RunFolder,
+) -> None:
+    (seen := folder.path / "seen").touch()
+    with best_model.LoggingProcess(folder, entry=told) as process:
+        wait_until(lambda: seen.read_text() == "begun")
+        assert folder.late_model.exists(), "the command may be killed"
+        process.wait(pytest.fail)
+    assert seen.read_text() == "delivered" and not folder.late_model.exists()
+    with best_model.LoggingProcess(folder, entry=told) as process:
+        wait_until(lambda: seen.read_text() == "begun")
+        process._delivered.close()  # as the kernel does for a killed command
+        wait_until(lambda: seen.read_text() == "alone")
+    assert folder.late_model.exists()
 
 
 def test_process_that_ignores_sigterm_is_killed(

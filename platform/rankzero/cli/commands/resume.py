@@ -46,9 +46,9 @@ class NothingLeft(UserError):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    machines = options.machines_of(arguments)
+    folder, machines = _folder(arguments), options.machines_of(arguments)
     agent.warm_up(alone=machines.alone)
-    return continue_run(_folder(arguments), arguments, machines)
+    return continue_run(folder, arguments, machines)
 
 
 def begun(arguments: argparse.Namespace, machines: Machines) -> RunFolder | None:

@@ -151,7 +151,7 @@ def host(arguments: argparse.Namespace, processes: int | None = None) -> context
 def _make_host(
     arguments: argparse.Namespace, share: Share | None = None, processes: int | None = None
 ) -> Host:
-    libraries = libraries_of(experiment_file.split(arguments.experiment)[0])
+    libraries = libraries_of(experiment_file.split(arguments.experiment)[0]) or []
     if arguments.nnodes < 1:
         raise UserError(f"--nnodes must be at least 1, got {arguments.nnodes}")
     if not _is_elsewhere(arguments):

@@ -76,8 +76,9 @@ def experiment_of(arguments: argparse.Namespace, machines: Machines = ALONE) -> 
     """
     path, _ = experiment_file.split(arguments.experiment)
     settings = config.parse_assignments(arguments.settings)
-    # Before the user's code, which may start threads.
-    agent.warm_up(launch_run.libraries_of(path), alone=machines.alone)
+    # Before the user's code, which may start threads. Code with a mistake is refused at once.
+    if (libraries := launch_run.libraries_of(path)) is not None:
+        agent.warm_up(libraries, alone=machines.alone)
     experiment = experiment_file.load(arguments.experiment)()
     if arguments.start is None:
         return with_changes(experiment, settings)

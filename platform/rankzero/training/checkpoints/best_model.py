@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from rankzero import config, experiment_file
 from rankzero.catalog import command_lines, lookup
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment, Goal
-from rankzero.launch import signals
 from rankzero.launch.process_name import set_process_name
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import checkpoint_files
@@ -35,32 +35,38 @@ from rankzero.training.optimization import frozen
 from rankzero.training_position import Progress, measure_at
 
 _POLL_SECONDS, _END_SECONDS = 0.1, 2.0
+Entry = Callable[[str, Any, Connection], None]
 
 
 class LoggingProcess:
     """A process that logs a run's best model. Its ``with`` block starts and ends it.
 
-    It loads and traces the model while the run is delivered, and then logs it. It is a process of
-    its own, because the user's code and torch.export may hang, crash or fill the memory.
+    It traces the model at once, and logs it once `wait` is called. Until it has, the folder has a
+    mark for `rankzero sync`. It is a process of its own, because the user's code and torch.export
+    may hang, crash or fill the memory.
     """
 
-    def __init__(
-        self, folder: RunFolder, *, entry: Callable[[str, Any], None] | None = None
-    ) -> None:
-        """`entry`: what the process runs, with the folder's path and a queue for a problem."""
+    def __init__(self, folder: RunFolder, *, entry: Entry | None = None) -> None:
+        """`entry`: what the process runs, in the place of `_run_child`."""
         self._folder, context = folder, multiprocessing.get_context("forkserver")
         self._problems = context.SimpleQueue()
-        given = (str(folder.path), self._problems)
+        # If this process dies, the other one reads that nobody may send any more.
+        self._theirs, self._delivered = context.Pipe(duplex=False)
+        given = (str(folder.path), self._problems, self._theirs)
         self._process = context.Process(target=entry or _run_child, args=given)
 
     def __enter__(self) -> LoggingProcess:
-        self._process.start()
+        mark_unlogged(self._folder, True)
+        with contextlib.suppress(OSError, EOFError):  # `wait` notes that it has not started
+            self._process.start()
+        self._theirs.close()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._delivered.close()
         # The user's code may ignore SIGTERM, and a process that waits for a dead disk ignores
         # SIGKILL.
-        for end in (self._process.terminate, self._process.kill):
+        for end in (self._process.terminate, self._process.kill) if self._process.pid else ():
             end()
             self._process.join(_END_SECONDS)
 
@@ -72,25 +78,28 @@ class LoggingProcess:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Wait for the model. A failure becomes a notice, never an exception.
+        """Have the delivered run's model logged. A failure becomes a notice, never an exception.
 
         It gives up as soon as `hurried()` is true, or after `seconds`.
         """
         folder, until = self._folder, clock() + seconds
+        with contextlib.suppress(OSError):  # it has ended
+            self._delivered.send(None)
         while (unfinished := self._process.is_alive()) and not hurried() and clock() < until:
             self._process.join(_POLL_SECONDS)
-        mark_unlogged(folder, unfinished)
-        reason = None
-        if unfinished:  # it may have put half a message into the queue, which is not read
-            why = "the command is stopping" if hurried() else "it took too long"
-            again = command_lines.line(folder.root, "sync", folder.path.name)
-            reason = f"{why}; {again} does it"
-        elif not self._problems.empty():
-            reason = self._problems.get()
-        elif self._process.exitcode:
-            reason = f"its process ended with {self._process.exitcode}"
-        if reason is not None:
-            notice(f"the best model was not logged to MLflow: {reason}")
+        if not unfinished and self._process.exitcode == 0:
+            mark_unlogged(folder, False)
+            if not self._problems.empty():
+                notice(f"the best model was not logged to MLflow: {self._problems.get()}")
+            return
+        if hurried():
+            why = "the command is stopping"
+        elif unfinished:
+            why = "it took too long"
+        else:
+            why = f"its process ended with {self._process.exitcode}"
+        again = command_lines.line(folder.root, "sync", folder.path.name)
+        notice(f"the best model was not logged to MLflow: {why}; {again} does it")
 
 
 def log_best(
@@ -153,16 +162,19 @@ def load_state(folder: RunFolder, goal: Goal, step: int | None = None) -> dict[s
         raise UserError(str(error)) from error
 
 
-def _run_child(folder: str, problems: Any) -> None:
-    signals.unblock()
+def _run_child(folder: str, problems: Any, delivered: Connection) -> None:
     set_process_name("best-model")
     # MLflow creates half a million objects that stay, and the collector would walk them often.
     gc.freeze()
     gc.set_threshold(100_000)
-    # An exception, unlike the default action, removes temporary folders on its way out.
+    # An exception, unlike the default action, removes temporary folders on its way out. The command
+    # sends it. Other signals, which reach a whole terminal or job, stay blocked.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     try:
-        _trace_and_log(RunFolder(Path(folder)))
+        _trace_and_log(RunFolder(Path(folder)), delivered)
+    except EOFError:
+        sys.exit(1)  # the command has ended, and `rankzero sync` logs the model
     except Exception as error:  # the user's model and data, torch.export, MLflow: all is a notice
         text = text_without_secrets(traceback.format_exc())
         (Path(folder) / "export.log").write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -170,39 +182,49 @@ def _run_child(folder: str, problems: Any) -> None:
         problems.put(line_without_secrets(f"{type(error).__name__}: {error}"))
 
 
-def _trace_and_log(folder: RunFolder) -> None:
-    """Log the best checkpoint's model. It replaces one logged before; the same one is skipped."""
+def _trace_and_log(folder: RunFolder, delivered: Connection) -> None:
+    """Log the best checkpoint's model. It replaces one logged before; the same one is skipped.
+
+    Raises EOFError if the command ends before it sends that the run is `delivered`.
+    """
     from rankzero.mlflow_store.client import MlflowRuns
     from rankzero.training.checkpoints import mlflow_model
 
-    identity = folder.identity
     experiment = experiment_of(folder)
     path = _best_checkpoint(folder, experiment.goal)
     step = checkpoint_files.read_manifest(path).step
-    mark, before = folder.logged_model, None
-    with contextlib.suppress(OSError, ValueError):
-        before = json.loads(mark.read_text(encoding="utf-8"))
     ended = lookup.last_end(folder)
     note = {"step": step, "ended": None if ended is None else ended.time}
+    before = _logged(folder)
     if before is not None and before["step"] == step:
         # `rankzero sync` then knows that the newest attempt has no better one.
-        write_atomically(mark, json.dumps({**before, **note}))
+        write_atomically(folder.logged_model, json.dumps({**before, **note}))
         return
     model = _load_model(experiment, path)
-    source, _ = experiment_file.split(identity.experiment_file or "")
+    source, _ = experiment_file.split(folder.identity.experiment_file or "")
     inputs = _example_inputs(experiment, model, step)
     with mlflow_model.saved(_served(model), inputs, [source]) as saved:
-        run_id = delivery_status.wait(folder).run_id
+        delivered.recv()
+        run_id, before = delivery_status.status(folder).run_id, _logged(folder)
         if run_id is None:
             raise RuntimeError("the run has not reached MLflow; rankzero sync does it")
-        tracker = MlflowRuns(identity.tracking_uri)
+        tracker = MlflowRuns(folder.identity.tracking_uri)
         run, tags = tracker.find_run(run_id), {"rankzero.step": str(step), "rankzero.model": "best"}
         tags["rankzero.format"] = saved.kind
         model_id = tracker.models.log_model(run, saved.folder, "best_model", step, tags)
-    write_atomically(mark, json.dumps({**note, "model_id": model_id}))
+    write_atomically(folder.logged_model, json.dumps({**note, "model_id": model_id}))
     # Only now, so that MLflow always has one of them.
     if before is not None:
         tracker.models.delete_checkpoint(before["model_id"])
+
+
+def _logged(folder: RunFolder) -> dict[str, Any] | None:
+    """Return which model was logged."""
+    try:
+        found: dict[str, Any] = json.loads(folder.logged_model.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found
 
 
 def _best_checkpoint(folder: RunFolder, goal: Goal) -> Path:

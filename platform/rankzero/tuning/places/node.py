@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from multiprocessing.connection import wait
@@ -29,6 +30,7 @@ from rankzero.launch import machines
 from rankzero.launch.agent import Topology
 from rankzero.launch.machines import ALONE, Machines, Step
 from rankzero.launch.request import JobRequest
+from rankzero.run_store import run_locks
 from rankzero.run_store.folder import RunFolder
 from rankzero.tuning.places import mirror
 from rankzero.tuning.places.messages import (
@@ -47,6 +49,7 @@ from rankzero.tuning.trials.host_process import LocalHost
 from rankzero.tuning.trials.launcher import await_end
 
 _LOOK_SECONDS = 0.25  # from one look at a trial's folder to the next
+_TICK_SECONDS, _RECORDER_SECONDS = 0.02, 5.0
 
 
 class _Node:
@@ -72,6 +75,7 @@ class _Node:
         has_ended = self._host.has_ended()
         if has_ended:
             await_end(RunFolder(folder))
+            _await_last_sample(RunFolder(folder), self._step.number)
         for change in changed.changes():
             self._lines.send(change)
         if has_ended:
@@ -126,6 +130,16 @@ class _Node:
             return self._host.describe(*given)
         except (UserError, RunFailed) as error:
             return error
+
+
+def _await_last_sample(folder: RunFolder, number: int) -> None:
+    """Wait until the recorder of this machine has ended. It may begin after a short trial."""
+    until = time.monotonic() + _RECORDER_SECONDS
+    while run_locks.latest(folder, number) and time.monotonic() < until:
+        lives = run_locks.has_live_recorder(folder, number)
+        if run_locks.has_announced(folder, number) and not lives:
+            return
+        time.sleep(_TICK_SECONDS)
 
 
 def _moved(request: Any, old: Path, new: Path) -> Any:
@@ -192,7 +206,7 @@ def main() -> None:
         lines.send(Started(socket.gethostname(), version("rankzero")))
         with (
             tempfile.TemporaryDirectory(prefix="rankzero-node-") as folder,
-            contextlib.closing(LocalHost(first.libraries)) as host,
+            contextlib.closing(LocalHost(first.libraries, alone=step.machines.alone)) as host,
         ):
             node = _Node(lines, host, Path(folder), step)
             for message in others:

@@ -33,8 +33,11 @@ _PRELOAD = ("rankzero.tuning.probe.worker", "rankzero.tuning.trials.launcher")
 class LocalHost:
     """The search's end: a host process on a share of the machine, started again if it died."""
 
-    def __init__(self, libraries: Sequence[str], share: Share | None = None) -> None:
-        self._libraries, self._share = tuple(libraries), share or Share()
+    def __init__(
+        self, libraries: Sequence[str], share: Share | None = None, *, alone: bool = True
+    ) -> None:
+        """`alone`: whether this machine has all ranks of each trial."""
+        self._libraries, self._share, self._alone = tuple(libraries), share or Share(), alone
         self.was_lost = False
         # The first request waits in the pipe until the process has imported what it needs.
         self.is_starting = False
@@ -111,14 +114,14 @@ class LocalHost:
         # Not a fork: the search may have threads, and the host must import PyTorch by itself.
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        given = (theirs, self._libraries, self._share)
+        given = (theirs, self._libraries, self._share, self._alone)
         self._process = context.Process(target=_main, args=given, name="rankzero-host")
         self._process.start()
         # Else the pipe would stay open when the host dies, and `recv` would wait without end.
         theirs.close()
 
 
-def _main(pipe: Connection, libraries: Sequence[str], share: Share) -> None:
+def _main(pipe: Connection, libraries: Sequence[str], share: Share, alone: bool) -> None:
     """Serve requests until the pipe is closed, on a share of the machine."""
     if share.gpus is not None:
         os.environ[VISIBLE] = ",".join(share.gpus)
@@ -130,7 +133,7 @@ def _main(pipe: Connection, libraries: Sequence[str], share: Share) -> None:
     # A launch handles no SIGHUP or SIGINT that is ignored here, so these get an empty handler.
     for number in handled_signals([signal.SIGHUP, signal.SIGINT]):
         signal.signal(number, lambda _number, _frame: None)
-    agent.warm_up(libraries, _PRELOAD)
+    agent.warm_up(libraries, _PRELOAD, alone=alone)
     working = threading.Lock()
     threading.Thread(target=_follow_the_search, args=(working,), daemon=True).start()
     # Imported now, while nobody waits, and not in the first trial.
