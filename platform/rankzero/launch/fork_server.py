@@ -38,19 +38,25 @@ def start(shared: Sequence[str] = (), preload: Sequence[str] = ()) -> None:
     is a new program if a thread runs here, or if somebody may have computed with PyTorch.
     """
     may_fork = sys.platform == "linux" and "torch" not in sys.modules
-    # PyTorch's objects stay. The collector would walk them again and again: a fifth of the time.
+    if may_fork:
+        _import(shared)
+    multiprocessing.set_forkserver_preload([_FIRST, *shared, *preload, _LAST])
+    with contextlib.ExitStack() as stack:
+        if may_fork and threading.active_count() == 1:
+            stack.enter_context(forks_programs())
+        ensure_running()
+
+
+def _import(modules: Sequence[str]) -> None:
+    # Their objects stay. The collector would walk them again and again: a fifth of the time.
     gc.disable()
     try:
-        for module in shared if may_fork else ():
+        for module in modules:
             with contextlib.suppress(ImportError):
                 importlib.import_module(module)
     finally:
         gc.freeze()
         gc.enable()
-    may_fork = may_fork and threading.active_count() == 1
-    multiprocessing.set_forkserver_preload([_FIRST, *shared, *preload, _LAST])
-    with forks_programs() if may_fork else contextlib.nullcontext():
-        ensure_running()
 
 
 def ensure_running() -> None:
