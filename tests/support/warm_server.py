@@ -2,9 +2,9 @@
 
     python warm_server.py SOCKET
 
-A cold `python -m rankzero train` spends three seconds of processor time on importing PyTorch. A
-fork of this process spends none. Each command
-gets the folder, environment, output and signals that it would have in a process of its own.
+A cold `python -m rankzero train` spends two seconds of processor time on importing PyTorch. A fork
+of this process spends none. Each command gets the folder, environment, output and signals that it
+would have in a process of its own.
 """
 
 from __future__ import annotations
