@@ -101,9 +101,10 @@ RANK = """
 import os, torch, rankzero
 torch.distributed.init_process_group("gloo", init_method="file://" + __file__ + ".store",
     rank=int(os.environ["RANK"]), world_size=2)
-run = rankzero.track("mine", name="r1", offline=True)
+run = rankzero.track("mine", name="r1", offline=OFFLINE)
 for expected in (None, {"step": 2}):
     assert run.latest() == expected
+    torch.distributed.all_reduce(torch.ones(()))  # a rank that were behind would get other bytes
     run.checkpoint({"step": 2}, 2)
 run.finish()
 torch.distributed.barrier()
@@ -111,8 +112,9 @@ os._exit(0)
 """
 
 
-def test_every_rank_gets_the_state(tmp_path: Path) -> None:
-    (tmp_path / "rank.py").write_text(RANK)
+@pytest.mark.parametrize("offline", [True, False])
+def test_every_rank_gets_the_state(tmp_path: Path, offline: bool) -> None:
+    (tmp_path / "rank.py").write_text(RANK.replace("OFFLINE", str(offline)))
     ranks = [
         subprocess.Popen(
             [sys.executable, "rank.py"],

@@ -22,14 +22,17 @@ def load(
 ) -> tuple[dict[str, Any], int] | None:
     """Return the state of the newest intact checkpoint and its step, or None without one.
 
-    A collective. `folder`: rank 0's. `in_mlflow`: whether to look there if the disk has none.
+    A collective. `folder`: rank 0's. `in_mlflow`: rank 0's, too: whether to look there if the disk
+    has none.
     Raises UserError, on every rank, if MLflow does not answer or without a process group.
     """
     world = world_of_process_group()
     if world is None and ranks.detect().world_size > 1:
         raise UserError("latest() needs the other ranks: call init_process_group before it")
     world = world or World(ranks.Ranks(), torch.device("cpu"))
-    kept = world.share(str(folder.checkpoints) if folder is not None else None)
+    # Only rank 0 knows whether the run is named, and every rank takes part in the same broadcasts.
+    mine = [None if folder is None else str(folder.checkpoints), in_mlflow]
+    kept, in_mlflow = world.share(mine)
     last = restore.read_newest(Path(kept), world, notice) if kept is not None else None
     if last is None and in_mlflow:
         last = _download(folder, world, notice)
