@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import random
 import shutil
@@ -15,6 +16,7 @@ import pytest
 from rankzero.catalog.summary import read_summary
 from rankzero.cli.commands import sync as sync_command
 from rankzero.events import Noticed, SystemSampled
+from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store import delivery_state as state
 from rankzero.run_store.folder import FolderGone, RunFolder
 from rankzero.run_store.journal import Journal
@@ -22,6 +24,7 @@ from rankzero.tracking import delivery_status
 from rankzero.tracking.deliverer import READ_SECONDS, Deliverer
 from support.memory_store import MemoryStore, Refused, deliverer_to
 from support.runs import T0, append, deleted, ended, evaluated, make_folder, saved, started, steps
+from support.stores import list_runs
 
 
 @pytest.fixture
@@ -194,6 +197,29 @@ def test_one_bad_point_does_not_take_its_batch_along(
     assert done.state.problems.rejected == 1
     assert "train/loss at step 777: step 777 is not to my taste" in done.state.problems.reasons[0]
     assert "1 things set aside" in tracker.tags["rankzero.rejected"]
+    assert tracker.status == "FINISHED"
+
+
+def test_one_bad_param_or_tag_does_not_take_the_others_along(
+    folder: RunFolder, tracker: MemoryStore
+) -> None:
+    begin = dataclasses.replace(
+        started(), params={"lr": "0.1", "LR": "0.2"}, environment={"team": "a", "TEAM": "b"}
+    )
+    append(folder, begin, steps(1, 10), ended())
+
+    def picky(name: str, argument: Any) -> None:
+        params = argument if name == "log_params" else getattr(argument, "params", {})
+        if "LR" in params or "TEAM" in getattr(argument, "environment", {}):
+            raise Refused("its name is taken")
+
+    tracker.fail = picky
+    done = run(deliverer_to(tracker, folder))
+    assert tracker.params == {"lr": "0.1"} and tracker.tags["team"] == "a"
+    assert done.state.problems.reasons == (
+        "tag TEAM: its name is taken",
+        "param LR: its name is taken",
+    )
     assert tracker.status == "FINISHED"
 
 
@@ -433,6 +459,26 @@ def test_a_run_deleted_in_mlflow_ends_the_delivery(folder: RunFolder, tracker: M
     done = run(deliverer, 10)
     assert done.state.problems.reasons == ("run: the MLflow run run-1 was deleted",)
     assert delivery_status.status(folder).done
+
+
+def test_a_renamed_experiment_or_a_deleted_run_gets_no_second_run(
+    tmp_path: Path, sqlite: str
+) -> None:
+    folder = make_folder(tmp_path, sqlite)
+    append(folder, started(), steps(1, 3))
+    run(Deliverer(folder))
+    (record,) = list_runs(sqlite)
+    client = MlflowRuns(sqlite)._client
+    client.rename_experiment(record.experiment_id, "another name")
+    append(folder, steps(4, 6), ended())
+    run(Deliverer(folder))
+    (found,) = list_runs(sqlite)
+    assert found.run_id == record.run_id and found.status == "FINISHED"
+    assert found.marks["train/loss"] == 6
+    client.delete_run(record.run_id)
+    append(folder, started(2, step=6), steps(7, 9), ended())
+    assert "was deleted" in run(Deliverer(folder)).state.problems.reasons[0]
+    assert not list_runs(sqlite)
 
 
 def test_lost_state_continues_from_what_mlflow_has(folder: RunFolder, tracker: MemoryStore) -> None:

@@ -45,7 +45,7 @@ def name_of(item: MlflowItem) -> str:
             return f"metric {points[0].key} at step {points[0].step}"
         case ParamsLogged(params=params):
             return f"param {next(iter(params))}"
-        case Tags(tags):
+        case Tags(tags) | RunStarted(environment=tags) if tags:
             return f"tag {next(iter(tags))}"
         case _:
             return type(item).__name__
@@ -62,5 +62,9 @@ def parts_of(item: MlflowItem) -> list[MlflowItem]:
             return [ParamsLogged(time, {key: value}) for key, value in params.items()]
         case Tags(tags) if len(tags) > 1:
             return [Tags({key: value}) for key, value in tags.items()]
+        case RunStarted(time, params) if params:
+            return [dataclasses.replace(item, params={}), ParamsLogged(time, params)]
+        case RunStarted(environment=tags) if len(tags) > 1:
+            return [dataclasses.replace(item, environment={key: tags[key]}) for key in tags]
         case _:
             return []

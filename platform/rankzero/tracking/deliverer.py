@@ -188,6 +188,8 @@ class Deliverer:
     def _handle(self, error: Exception, activity: Activity, target: Target | None) -> bool:
         """Set the item aside if it is to blame, else back off. Return whether anything was done."""
         try:
+            if isinstance(error, RunGone):
+                raise error
             reason = None if target is None else self._fault_of_item(error, activity, target)
             if target is not None and reason is not None:
                 # Is it the item, or was the whole run deleted?
@@ -209,12 +211,7 @@ class Deliverer:
         return False
 
     def _fault_of_item(self, error: Exception, activity: Activity, target: Target) -> str | None:
-        """Return why MLflow will never accept the first item or upload, or None if it may.
-
-        Raises RunGone if that is the error.
-        """
-        if isinstance(error, RunGone):
-            raise error
+        """Return why MLflow will never accept the first item or upload, or None if it may."""
         reason, failures = refusal(error), self._retry.of(activity).failures
         # An upload is never blamed by the answers to others, since its size alone may explain it.
         if activity is Activity.UPLOAD:
@@ -242,7 +239,7 @@ class Deliverer:
 
     def _open(self) -> bool:
         """Find or create the MLflow run. Return False while another process has yet to."""
-        target = open_run.open_run(self._folder, self._node, self._connect)
+        target = open_run.open_run(self._folder, self._node, self._connect, self.state.run_id)
         if target is None:
             return False
         # Without a state of our own, MLflow may have points that another process sent.

@@ -31,12 +31,21 @@ def connect(tracking_uri: str) -> MlflowRuns:
     return MlflowRuns(tracking_uri)
 
 
-def open_run(folder: RunFolder, node: int, connect: Callable[[str], MlflowRuns]) -> Target | None:
+def open_run(
+    folder: RunFolder, node: int, connect: Callable[[str], MlflowRuns], known: str | None = None
+) -> Target | None:
     """Return the folder's run in MLflow, or None while another process has yet to create one.
 
     Node 0 creates the run, and other nodes look for it. A child waits for its parent's run.
+    `known`: the run's id, if something was delivered to it. Raises RunGone if it was deleted.
     """
     identity = folder.identity
+    if known is not None:
+        # By its id: its experiment may have another name by now.
+        store = connect(identity.tracking_uri)
+        store.require_run(known)
+        run = store.find_open_run(dataclasses.replace(identity, mlflow_run_id=known))
+        return None if run is None else Target(store, run)
     # A process elsewhere delivers a shared study, so only MLflow knows its run.
     if identity.parent_uuid is not None:
         parent = dataclasses.replace(identity, uuid=identity.parent_uuid, mlflow_run_id=None)
