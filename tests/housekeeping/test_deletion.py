@@ -16,8 +16,9 @@ import pytest
 
 from rankzero.catalog import lookup
 from rankzero.catalog.lookup import mlflow_id
+from rankzero.cli.housekeeping import delete as delete_command
 from rankzero.cli.main import main
-from rankzero.errors import UserError
+from rankzero.errors import FAILED, UserError
 from rankzero.events import Event
 from rankzero.housekeeping.deletion import Housekeeper, mark
 from rankzero.mlflow_store import uris
@@ -208,6 +209,21 @@ def test_run_that_somebody_wants_back_while_prune_asks_stays(root: Path) -> None
     with pytest.raises(UserError, match="digits/1"):
         keeper.free(two)
     assert two.checkpoints.exists()
+
+
+def test_run_that_is_resumed_while_delete_asks_stays(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two, three = (finished(root, name) for name in ("one", "two", "three"))
+    keeper = Housekeeper()
+    assert not any(map(keeper.obstacle, (one, two, three)))
+    append(three, started(2, step=5), steps(6, 9), ended())  # not delivered
+    with sole_launcher(one, machines=1):
+        assert delete_command.delete(keeper, [one, two, three], yes=True) == FAILED
+    assert names(root) == {"one", "three"} and names(root, among_deleted=True) == {"two"}
+    output = capsys.readouterr().out
+    assert "kept: one: another process uses it" in output and "deleted 1 run;" in output
+    assert "kept: three: MLflow lacks" in output
 
 
 def test_copy_of_a_store_does_not_delete_in_the_original(root: Path, here: Here) -> None:

@@ -80,14 +80,21 @@ class Housekeeper:
         return removal.size(places)
 
     def delete(self, folder: RunFolder) -> None:
-        """Delete a run and its children, restorable until `free`."""
-        # The run first: its children are hidden with it, whatever happens next.
-        for one in parts(folder):
-            store, run_id = self._in_mlflow(one)
-            if store is not None:
-                store.delete(run_id)
-            if one == folder and run_id not in deleted.read_store(folder.path.parent).runs:
-                mark(folder)
+        """Delete a run and its children, restorable until `free`.
+
+        Raises UserError if somebody uses it, or resumed it since its `obstacle` was asked for.
+        """
+        with alone(folder) as unused:
+            why = self._loss(folder) if unused else "another process uses it"
+            if why is not None:
+                raise UserError(why)
+            # The run first: its children are hidden with it, whatever happens next.
+            for one in parts(folder):
+                store, run_id = self._in_mlflow(one)
+                if store is not None:
+                    store.delete(run_id)
+                if one == folder and run_id not in deleted.read_store(folder.path.parent).runs:
+                    mark(folder)
 
     def restore(self, folder: RunFolder) -> None:
         """Bring a deleted run and its children back. Raises UserError if MLflow erased it."""

@@ -20,6 +20,7 @@ from rankzero.errors import FAILED, FINISHED, UserError
 from rankzero.housekeeping.deletion import Housekeeper
 from rankzero.mlflow_store import named_runs
 from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.names import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,14 +75,18 @@ def delete(keeper: Housekeeper, folders: Sequence[RunFolder], *, yes: bool) -> i
     show(keeper, folders)
     if not confirmed(f"delete {_count(folders)}", yes=yes):
         return FAILED
-    for folder in folders:
-        keeper.delete(folder)
-    name = lookup.shown_names(folders)[0] if len(folders) == 1 else "RUN"
-    root = folders[0].root
-    back = command(root, "delete", "--restore", name)
-    print(f"deleted {_count(folders)}; bring back: {back}")
-    print(f"free the disk: {command(root, 'prune', '--deleted')}")
-    return FINISHED
+    gone, names, root = list[RunFolder](), lookup.shown_names(folders), folders[0].root
+    for name, folder in zip(names, folders, strict=True):
+        try:
+            keeper.delete(folder)
+            gone.append(folder)
+        except UserError as error:  # the others can go nevertheless
+            print(f"kept: {printable(name)}: {error}")
+    if gone:
+        back = command(root, "delete", "--restore", names[0] if len(names) == 1 else "RUN")
+        print(f"deleted {_count(gone)}; bring back: {back}")
+        print(f"free the disk: {command(root, 'prune', '--deleted')}")
+    return FINISHED if len(gone) == len(folders) else FAILED
 
 
 def show(keeper: Housekeeper, folders: Sequence[RunFolder]) -> None:
