@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -86,6 +87,12 @@ def meet(folder: str) -> str:
 def out_of_memory(folder: str, problems: Any, delivered: Any) -> None:
     """End as if the kernel had no memory left."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def not_now(folder: str, problems: Any, delivered: Any) -> None:
+    """End as if MLflow did not take the model for now."""
+    problems.put("503 Service Unavailable")
+    sys.exit(1)
 
 
 def told(folder: str, problems: Any, delivered: Any) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from rankzero.catalog import lookup
 from rankzero.cli.commands import sync as sync_command
+from rankzero.errors import FAILED, FINISHED
 from rankzero.events import SystemSampled
 from rankzero.mlflow_store import patience
 from rankzero.run_store import delivery_state as state
@@ -25,6 +26,7 @@ from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import Journal
 from rankzero.tracking import delivery_status, sync
 from rankzero.tracking.deliverer import Deliverer
+from rankzero.training.checkpoints import best_model
 from support.memory_store import MemoryStore
 from support.runs import T0, append, ended, make_folder, started, stuck
 
@@ -211,6 +213,21 @@ def test_recorder_that_dies_keeps_no_run_open(tmp_path: Path) -> None:
         goes.join()
     end = lookup.last_end(folder)
     assert end is not None and end.status == "FAILED" and "no sign of life since" in end.reason
+
+
+def test_late_model_of_a_run_that_was_stopped_since_is_logged_or_not_wanted(
+    tmp_path: Path, sqlite: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder(tmp_path, sqlite, experiment_file="my.py")
+    append(folder, started(), ended(), started(2), ended("KILLED", "Ctrl-C"))
+    folder.late_model.touch()
+    asked: list[RunFolder] = []
+    monkeypatch.setattr(best_model, "log_best", lambda one, _: asked.append(one))
+    words = argparse.Namespace(dir=tmp_path, run=folder.path.name)
+    assert sync_command.run(words) == FAILED and asked == [folder]  # MLflow did not take it
+    folder.config.write_text("train:\n  mlflow:\n    log_model: false\n")
+    assert sync_command.run(words) == FINISHED and asked == [folder]
+    assert not folder.late_model.exists(), "delete and prune would refuse"
 
 
 @contextlib.contextmanager

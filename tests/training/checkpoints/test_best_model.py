@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import multiprocessing
 import socket
 import threading
@@ -16,14 +18,16 @@ import torch
 
 from rankzero import experiment_file
 from rankzero.launch.request import write_config
+from rankzero.mlflow_store.client import MlflowRuns
+from rankzero.permanent_errors import NeverAccepted
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store import delivery_state as state
 from rankzero.run_store.folder import RunFolder
 from rankzero.training.checkpoints import best_model
 from support.commands import wait_until
 from support.paths import FIXTURES
-from support.returning import DEAF, deaf, out_of_memory, told
-from support.runs import append, ended, make_folder, started
+from support.returning import DEAF, deaf, not_now, out_of_memory, told
+from support.runs import T0, append, ended, make_folder, started
 
 TINY = FIXTURES / "tiny.py"
 LONG = 200.0
@@ -120,6 +124,67 @@ def test_a_process_without_memory_leaves_the_model_to_sync(folder: RunFolder) ->
         process.wait(notices.append)
     assert "ended with -9" in notices[0] and "rankzero sync" in notices[0]
     assert folder.late_model.exists()
+
+
+def test_a_server_that_fails_for_now_leaves_the_model_to_sync(
+    folder: RunFolder,
+) -> None:
+    notices: list[str] = []
+    with best_model.LoggingProcess(folder, entry=not_now) as process:
+        process.wait(notices.append)
+    assert "logged to MLflow: 503 Service Unavailable; rankzero sync" in notices[0]
+    assert folder.late_model.exists()
+
+
+def test_an_answer_that_may_change_is_no_answer_about_the_model(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, far = multiprocessing.Pipe()
+    far.send(None)
+
+    def answer(error: Exception) -> None:
+        def fail(*_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(best_model, "_log", fail)
+
+    answer(OSError("connection reset"))
+    with pytest.raises(best_model._NotNow, match="connection reset"):
+        best_model._trace_and_log(folder, near)
+    far.send(None)
+    answer(NeverAccepted("no such run"))
+    with pytest.raises(NeverAccepted):
+        best_model._trace_and_log(folder, near)
+
+
+def test_two_processes_log_one_model(folder: RunFolder, sqlite: str) -> None:
+    tracker = MlflowRuns(sqlite)
+    folder.write_identity(dataclasses.replace(folder.identity, tracking_uri=sqlite))
+    run = tracker.open_run(folder.identity, T0)
+    delivered = state.DeliveryState(run_id=run.run_id, experiment_id=run.experiment_id)
+    state.save(state.path_of(folder, 0), delivered)
+    saved, note = folder.artifacts, {"step": 4, "ended": T0}
+    (saved / "MLmodel").write_text("a model")
+    log = functools.partial(best_model._log, folder, saved, note, {"rankzero.saved_at": "1.5"})
+
+    def models() -> list[str]:
+        return [str(model.model_id) for model in tracker.models.of_run(run)]
+
+    both = [threading.Thread(target=log) for _ in range(2)]
+    for one in both:
+        one.start()
+    for one in both:
+        one.join()
+    (known,) = models()
+    # Killed between the upload and the note.
+    folder.logged_model.unlink()
+    log()
+    assert models() == [known] and json.loads(folder.logged_model.read_text())["model_id"] == known
+    # A better one takes its place, also if somebody has deleted it in MLflow.
+    tracker.models.delete_checkpoint(known)
+    best_model._log(folder, saved, {**note, "step": 8}, {"rankzero.saved_at": "2.5"})
+    (better,) = models()
+    assert better != known
 
 
 def test_the_model_is_logged_once_the_run_is_delivered_and_else_left_to_sync(

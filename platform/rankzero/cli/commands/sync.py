@@ -10,7 +10,6 @@ from rankzero import config
 from rankzero.catalog import command_lines, lookup
 from rankzero.catalog.summary import Summary
 from rankzero.errors import FAILED, FINISHED
-from rankzero.events import RunEnded
 from rankzero.mlflow_store import named_runs
 from rankzero.run_store import delivery_state, run_locks
 from rankzero.run_store.folder import FolderGone, RunFolder
@@ -69,30 +68,37 @@ def _deliver(folder: RunFolder) -> int:
         print(f"  {line}")
     # A parent has no model of its own, and the trials of a search keep none.
     late = [child for child in folder.children if child.late_model.exists()]
-    for one in late if folder.children else [folder]:
-        ended = lookup.last_end(one)
-        if ended is not None and ended.status == "FINISHED" and _lacks_model(one, ended):
+    models = late if folder.children else [folder]
+    for one in models:
+        if _lacks_model(one):
             # Imports PyTorch.
             from rankzero.training.checkpoints import best_model
 
             # In a process of its own, because it runs the user's code.
             best_model.log_best(one, lambda text: print(f"{name}: {text}"))
-    return FINISHED
+        else:
+            with contextlib.suppress(OSError):
+                one.late_model.unlink(missing_ok=True)
+    return FAILED if any(one.late_model.exists() for one in models) else FINISHED
 
 
-def _lacks_model(folder: RunFolder, ended: RunEnded) -> bool:
+def _lacks_model(folder: RunFolder) -> bool:
     """Return whether the best model is still to be logged, also where a full disk took no note."""
     # A program's own run, such as one of `rankzero.track`.
     if folder.identity.experiment_file is None:
         return False
+    # Without a mark, only an attempt that finished has a model to log.
+    ended, is_late = lookup.last_end(folder), folder.late_model.exists()
+    if not is_late and (ended is None or ended.status != "FINISHED"):
+        return False
     try:
         settings = config.read_file(folder.config)
     except config.ConfigError:
-        return folder.late_model.exists()
+        return is_late
     if settings.get("train.mlflow.log_model") is False:
         return False
     # An attempt that ended later may have a better model. Older versions did not note the end.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         logged = json.loads(folder.logged_model.read_text(encoding="utf-8"))
-        return folder.late_model.exists() or logged["ended"] != ended.time
+        return is_late or ended is None or logged["ended"] != ended.time
     return True

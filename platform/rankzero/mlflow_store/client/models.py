@@ -67,12 +67,18 @@ class MlflowModels:
             self.delete_checkpoint(model.model_id)
 
     def delete_checkpoint(self, model_id: str) -> None:
-        """Delete the logged model with its bytes.
+        """Delete the logged model with its bytes, unless it is deleted.
 
         Raises NeverAccepted, and deletes nothing, if a model's bytes cannot be where MLflow says.
         """
+        try:
+            model = self._client.get_logged_model(model_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return
         # MLflow's own deletion hides a model and keeps its bytes.
-        self._locations.of_model(self._client.get_logged_model(model_id)).delete()
+        self._locations.of_model(model).delete()
         self._client.delete_logged_model(model_id)
 
     def download_checkpoint(self, model_id: str, destination: Path) -> Path:
@@ -99,11 +105,13 @@ class MlflowModels:
         saved_at = tags.get("rankzero.saved_at")
         whole: LoggedModel | None = None
         for model in self._models(run, kind):
-            if model.name == name and model.tags.get("rankzero.saved_at") == saved_at:
-                if model.status != "READY":
-                    self.delete_checkpoint(model.model_id)
-                elif saved_at is not None:
-                    whole = model
+            is_same = model.tags.get("rankzero.saved_at") == saved_at
+            if model.name != name or not (is_same or "rankzero.model" in model.tags):
+                continue
+            if model.status != "READY":
+                self.delete_checkpoint(model.model_id)
+            elif is_same and saved_at is not None:
+                whole = model
         model_id = (whole or self._upload_model(run, folder, name, tags, kind)).model_id
         self._link_output(run, model_id, step)
         return str(model_id)

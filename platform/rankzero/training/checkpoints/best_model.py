@@ -7,11 +7,12 @@ import gc
 import json
 import math
 import multiprocessing
+import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,11 @@ from rankzero.catalog import command_lines, lookup
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment, Goal
 from rankzero.launch.process_name import set_process_name
+from rankzero.permanent_errors import refusal
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder, write_atomically
+from rankzero.run_store.lock_files import open_lock, try_lock
 from rankzero.tracking import delivery_status
 from rankzero.training.checkpoints import restore
 from rankzero.training.data import sets
@@ -96,6 +99,8 @@ class LoggingProcess:
             why = "the command is stopping"
         elif unfinished:
             why = "it took too long"
+        elif not self._problems.empty():
+            why = self._problems.get()
         else:
             why = f"its process ended with {self._process.exitcode}"
         again = command_lines.line(folder.root, "sync", folder.path.name)
@@ -180,6 +185,8 @@ def _run_child(folder: str, problems: Any, delivered: Connection) -> None:
         (Path(folder) / "export.log").write_text(text, encoding="utf-8", errors="backslashreplace")
         # One line fits into the pipe's buffer even if nobody reads it.
         problems.put(line_without_secrets(f"{type(error).__name__}: {error}"))
+        if isinstance(error, _NotNow):
+            sys.exit(1)
 
 
 def _trace_and_log(folder: RunFolder, delivered: Connection) -> None:
@@ -187,35 +194,65 @@ def _trace_and_log(folder: RunFolder, delivered: Connection) -> None:
 
     Raises EOFError if the command ends before it sends that the run is `delivered`.
     """
-    from rankzero.mlflow_store.client import MlflowRuns
     from rankzero.training.checkpoints import mlflow_model
 
     experiment = experiment_of(folder)
     path = _best_checkpoint(folder, experiment.goal)
-    step = checkpoint_files.read_manifest(path).step
-    ended = lookup.last_end(folder)
+    step, ended = checkpoint_files.read_manifest(path).step, lookup.last_end(folder)
     note = {"step": step, "ended": None if ended is None else ended.time}
-    before = _logged(folder)
-    if before is not None and before["step"] == step:
-        # `rankzero sync` then knows that the newest attempt has no better one.
-        write_atomically(folder.logged_model, json.dumps({**before, **note}))
+    if _is_logged(folder, note):
         return
     model = _load_model(experiment, path)
     source, _ = experiment_file.split(folder.identity.experiment_file or "")
     inputs = _example_inputs(experiment, model, step)
     with mlflow_model.saved(_served(model), inputs, [source]) as saved:
         delivered.recv()
+        tags = {"rankzero.format": saved.kind, "rankzero.saved_at": repr(path.stat().st_mtime)}
+        try:
+            _log(folder, saved.folder, note, tags)
+        except Exception as error:
+            if refusal(error) is None:
+                raise _NotNow(f"{type(error).__name__}: {error}") from error
+            raise
+
+
+class _NotNow(Exception):
+    """MLflow did not take the model, but may later."""
+
+
+def _log(folder: RunFolder, saved: Path, note: Mapping[str, Any], tags: Mapping[str, str]) -> None:
+    """Upload a saved model unless another process has, and delete the one logged before."""
+    from rankzero.mlflow_store.client import MlflowRuns
+
+    # The user's `rankzero sync` may log it at the same time.
+    descriptor = open_lock(folder.path / "best_model.lock")
+    try:
+        try_lock(descriptor, seconds=math.inf)
+        if _is_logged(folder, note):
+            return
         run_id, before = delivery_status.status(folder).run_id, _logged(folder)
         if run_id is None:
-            raise RuntimeError("the run has not reached MLflow; rankzero sync does it")
+            raise RuntimeError("the run has not reached MLflow")
         tracker = MlflowRuns(folder.identity.tracking_uri)
-        run, tags = tracker.find_run(run_id), {"rankzero.step": str(step), "rankzero.model": "best"}
-        tags["rankzero.format"] = saved.kind
-        model_id = tracker.models.log_model(run, saved.folder, "best_model", step, tags)
-    write_atomically(folder.logged_model, json.dumps({**note, "model_id": model_id}))
-    # Only now, so that MLflow always has one of them.
-    if before is not None:
-        tracker.models.delete_checkpoint(before["model_id"])
+        run, step = tracker.find_run(run_id), note["step"]
+        tags = {"rankzero.step": str(step), "rankzero.model": "best", **tags}
+        model_id = tracker.models.log_model(run, saved, "best_model", step, tags)
+        write_atomically(folder.logged_model, json.dumps({**note, "model_id": model_id}))
+        # Only now, so that MLflow always has one of them.
+        if before is not None and before["model_id"] != model_id:
+            tracker.models.delete_checkpoint(before["model_id"])
+    finally:
+        os.close(descriptor)
+
+
+def _is_logged(folder: RunFolder, note: Mapping[str, Any]) -> bool:
+    """Return whether the model of the note's step is logged. If so, note the attempt's end, too."""
+    before = _logged(folder)
+    if before is None or before["step"] != note["step"]:
+        return False
+    # `rankzero sync` then knows that the newest attempt has no better one.
+    write_atomically(folder.logged_model, json.dumps({**before, **note}))
+    return True
 
 
 def _logged(folder: RunFolder) -> dict[str, Any] | None:
