@@ -56,7 +56,9 @@ def study(root: Path) -> RunFolder:
     run = tracker.find_run("study")
     tracker.log_artifact(run.run_id, picture, "pictures")
     tracker.set_tags(run.run_id, {DESCRIPTION: "a note of mine", "mlflow.runName": "the best"})
-    tracker.models.log_model(run, made[0].artifacts, "best", 20, {"rankzero.model": "best"})
+    tracker.models.log_model(
+        run, made[0].artifacts, "best", 20, {"rankzero.model": "best", "rankzero.step": "20"}
+    )
     tracker.models.log_model(run, made[0].artifacts, "trees", 0, {}, kind="sklearn")
     return made[0]
 
@@ -125,6 +127,33 @@ def test_copy_is_the_same_run_in_another_store(
     assert not any((mine / "runs" / ".leftovers").iterdir()) and not (theirs / "runs").exists()
     with pytest.raises(UserError, match="name another one"):
         bundle.copy(folder, uris.default_tracking_uri(mine))
+
+
+def test_second_copy_brings_the_better_model_and_what_an_upload_left(
+    roots: tuple[Path, Path],
+) -> None:
+    mine, theirs = roots
+    folder, uri = study(mine), uris.default_tracking_uri(theirs)
+    tracker, there = MlflowRuns(uris.default_tracking_uri(mine)), MlflowRuns(uri)
+    run, copied = (
+        tracker.find_run(mlflow_id(folder) or ""),
+        there.find_run(bundle.copy(folder, uri)),
+    )
+    (former,) = (one for one in there.models.of_run(copied) if one.name == "best")
+    (trees,) = (one for one in there.models.of_run(copied) if one.name == "trees")
+    # The best model is that of a later step now, and an upload was killed.
+    tags = {"rankzero.model": "best", "rankzero.step": "30"}
+    tracker.models.delete_checkpoint(tracker.models.best_model(run) or "")
+    tracker.models.log_model(run, folder.artifacts, "best", 30, tags)
+    there.models.delete_checkpoint(trees.model_id)
+    there._client.create_logged_model(
+        copied.experiment_id, name="trees", source_run_id=copied.run_id, model_type="sklearn"
+    )
+    bundle.copy(folder, uri)
+    found = there.models.of_run(copied)
+    assert held(theirs, "study", copied.run_id)["models"] == held(mine, "study")["models"]
+    assert all(one.status == "READY" for one in found)
+    assert former.model_id not in {one.model_id for one in found}
 
 
 def test_import_that_was_killed_is_continued(

@@ -13,7 +13,7 @@ import shutil
 import stat
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -253,15 +253,26 @@ def _deliver_what_mlflow_had(folder: RunFolder, source: Path) -> None:
     for path in _files(source / "artifacts"):
         below = path.parent.relative_to(source / "artifacts").as_posix()
         tracker.log_artifact(run_id, path, None if below == "." else below)
-    there = {model.name for model in tracker.models.of_run(run)}
+    there = [model for model in tracker.models.of_run(run) if model.status == "READY"]
+    same = {(model.name, *_version(model.tags)) for model in there}
     for number, model in enumerate(known["models"]):
-        if model["name"] not in there:
-            files = source / "models" / str(number)
-            tracker.models.log_model(run, files, **model)
+        if (model["name"], *_version(model["tags"])) in same:
+            continue
+        tracker.models.log_model(run, source / "models" / str(number), **model)
+        # The run was trained on since an earlier copy.
+        if model["tags"].get("rankzero.model") == "best":
+            for former in there:
+                if former.tags.get("rankzero.model") == "best":
+                    tracker.models.delete_checkpoint(former.model_id)
     tags = known["tags"]
     if DESCRIPTION in tags:
         tags[DESCRIPTION] = description.moved(tags[DESCRIPTION], run.experiment_id, run_id)
     tracker.set_tags(run_id, tags)
+
+
+def _version(tags: Mapping[str, str]) -> tuple[str | None, ...]:
+    """Return what differs between two models of one name in one run."""
+    return tags.get("rankzero.step"), tags.get("rankzero.saved_at")
 
 
 def _mlflow_fields(source: Path) -> dict[str, Any]:
