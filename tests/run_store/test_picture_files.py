@@ -11,7 +11,7 @@ import pytest
 
 from rankzero.events import PicturesTaken
 from rankzero.run_store import picture_files
-from rankzero.run_store.attempt import append_run_ended
+from rankzero.run_store.attempt import append_run_ended, sync_pictures
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import Journal
 from support.pictures import arrays, taken
@@ -136,6 +136,7 @@ def test_pictures_of_a_dead_writer_are_synced_before_its_journal(
     order = recorded(monkeypatch)
     picture_files.clear(folder)
     assert order == [named, folder.pictures, folder.path]
+    sync_pictures(folder)
     append_run_ended(folder, T0)
     assert set(order[3:5]) == {named, folder.pictures / "step_00000005.npz"}
     assert order[5:] == [folder.pictures, folder.path]

@@ -19,7 +19,7 @@ from rankzero.events import RunEnded
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.mlflow_store.client.records import RunRecord
 from rankzero.mlflow_store.uris import default_tracking_uri
-from rankzero.run_store import run_locks
+from rankzero.run_store import disk, run_locks
 from rankzero.run_store.attempt import DIED_WITHOUT_END, LiveAttempt
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
@@ -318,6 +318,19 @@ class TestAttempt:
         attempt.ensure_run_ended()
         assert not attempt.is_latest
         assert not folder.events.exists()
+
+    def test_an_attempt_that_begins_while_a_slow_disk_syncs_is_not_given_an_end(
+        self, folder: RunFolder, pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        attempt = LiveAttempt(folder, 0, run_locks.claim(folder, 0).token, pipe[0])
+        append(folder, started())
+        folder.pictures.mkdir()
+        (folder.pictures / "step_00000001.npz").touch()
+        monkeypatch.setattr(disk, "sync_all", lambda *_: run_locks.claim(folder, 0))
+        os.close(pipe[1])
+        attempt.wait(1)
+        attempt.ensure_run_ended()
+        assert not any(isinstance(event, RunEnded) for event in read_all(folder.events))
 
     def test_another_run_of_the_same_name_is_not_given_an_end(
         self, folder: RunFolder, pipe: tuple[int, int]

@@ -8,7 +8,7 @@ import time
 from rankzero.catalog.lookup import last_end
 from rankzero.catalog.summary import STARTING_SECONDS
 from rankzero.run_store import run_locks
-from rankzero.run_store.attempt import DIED_WITHOUT_END, append_run_ended
+from rankzero.run_store.attempt import DIED_WITHOUT_END, append_run_ended, sync_pictures
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.names import InvalidRunFolder
 
@@ -66,6 +66,7 @@ def close(folder: RunFolder) -> str:
             f"{DIED_WITHOUT_END}, with its recorder, or the machine went down; "
             f"no sign of life since {moment}{where}"
         )
+    sync_pictures(folder)
     with run_locks.exclusive_end(folder):
         # An attempt may have begun since `is_stale`.
         if last_end(folder) is None and not run_locks.writer_lives(folder):

@@ -70,6 +70,7 @@ class LiveAttempt:
         """Append RunEnded if rank 0 did not and no newer attempt has begun. Only node 0 does it."""
         if self.node != 0:
             return
+        sync_pictures(self.folder)
         # Without the lock a new attempt could begin between the look and the append.
         with run_locks.exclusive_end(self.folder):
             self._look_for_end()
@@ -144,12 +145,23 @@ def closed(pipe: int, seconds: float = 0.0) -> bool:
     return bool(readable) and not os.read(pipe, 1)
 
 
+def sync_pictures(folder: RunFolder) -> None:
+    """Sync the pictures that rank 0 may not have synced.
+
+    Takes long on a busy disk, and a new attempt waits only a moment for `run_locks.exclusive_end`.
+    So call it before that.
+    """
+    with contextlib.suppress(OSError):
+        disk.sync_all(folder.pictures.glob("*.npz"), folder.path)
+
+
 def append_run_ended(
     folder: RunFolder, since: float, reason: str = DIED_WITHOUT_END, at: float | None = None
 ) -> None:
     """Append the RunEnded that a dead rank 0 could not: FAILED, at the time `at` or now.
 
     The first failure that any rank has written since `since` gives the reason, else `reason` does.
+    The caller has synced the pictures, because the end syncs the journal that names them.
     """
     failures = []
     for path in folder.failures.glob("rank_*.json"):
@@ -162,9 +174,6 @@ def append_run_ended(
     _, why, error = min(
         (failure for failure in failures if failure[0] >= since), default=(0.0, reason, "")
     )
-    # This event syncs the journal. Rank 0 may not have synced the pictures that it names.
-    with contextlib.suppress(OSError):
-        disk.sync_all(folder.pictures.glob("*.npz"), folder.path)
     journal = Journal(folder.events)
     journal(RunEnded(at or time.time(), "FAILED", why, error or None, {}))
     journal.close()

@@ -22,7 +22,7 @@ from rankzero.launch.failures import Failure, FailureKind
 from rankzero.launch.request import JobRequest, make_folder, request_for, write_config
 from rankzero.launch.signals import unblocks_itself
 from rankzero.run_store import run_locks
-from rankzero.run_store.attempt import append_run_ended
+from rankzero.run_store.attempt import append_run_ended, sync_pictures
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read
 from rankzero.tuning.trials.host import Host
@@ -152,6 +152,7 @@ class LaunchedTrial:
         if not self.was_lost:
             await_end(self._folder)
         # If the recorder has died too, write it here.
+        sync_pictures(self._folder)
         with run_locks.exclusive_end(self._folder):
             if lookup.last_end(self._folder) is None:
                 append_run_ended(self._folder, 0.0)
