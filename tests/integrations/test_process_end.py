@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rankzero.events import Evaluated, RunEnded, RunStarted
+import rankzero
+from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged
 from rankzero.run_store.journal import read_all
 from support.commands import wait_until
 
@@ -155,3 +156,27 @@ def test_second_track_of_a_run_ends_the_first(tmp_path: Path) -> None:
     again = 'again = rankzero.track("mine", name="r1", offline=True)\nagain.log({"loss": 2.0}, 1)'
     late = '\nrun.log({"loss": 3.0}, 2)'  # Each value would end the other and begin an attempt.
     assert [end.status for end in ended(tmp_path, BEGIN + again + late)] == ["FINISHED"] * 2
+
+
+def test_second_ctrl_c_ends_the_wait_for_a_checkpoint_and_keeps_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = rankzero.track("mine", name="r1", offline=True)
+    run.log({"loss": 1.0})
+
+    class Writing:
+        """A checkpoint writer on a slow disk, at which the user loses patience."""
+
+        def poll(self) -> list[Event]:
+            return []
+
+        def close(self, patience_seconds: float) -> list[Event]:
+            raise KeyboardInterrupt
+
+    run._attempt.checkpoints = Writing()
+    with pytest.raises(KeyboardInterrupt):
+        run.finish(KeyboardInterrupt())
+    *_, logged, end = read_all(tmp_path / "mlruns" / "runs" / "r1" / "events.jsonl")
+    assert isinstance(logged, StepsLogged) and isinstance(end, RunEnded)
+    assert end.status == "KILLED"

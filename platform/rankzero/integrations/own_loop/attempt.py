@@ -107,24 +107,31 @@ class Attempt:
 
     def end(self, error: BaseException | None) -> None:
         """Log the last values and the end, and close the journal."""
-        log = self.log
-        # The end must reach the journal, even if a failed GPU cannot give the last values.
-        guarded("the values logged last are lost", self._flush, log.notice)
+        is_finished = process_end.status_of(error)[0] == "FINISHED"
+        try:
+            # The end must reach the journal, even if a failed GPU cannot give the last values.
+            guarded("the values logged last are lost", self._flush, self.log.notice)
+            guarded(
+                "the last checkpoint is not kept",
+                lambda: self._close_checkpoints(finished=is_finished),
+                self.log.notice,
+            )
+        except KeyboardInterrupt as stop:  # the user does not want to wait for a checkpoint
+            error = error or stop
+            raise
+        finally:
+            self._log_end(error)
+
+    def _log_end(self, error: BaseException | None) -> None:
         status, reason = process_end.status_of(error)
-        is_finished = status == "FINISHED"
-        guarded(
-            "the last checkpoint is not kept",
-            lambda: self._close_checkpoints(finished=is_finished),
-            log.notice,
-        )
-        if is_finished and self.checkpoints and self.checkpoints.failure:
+        if status == "FINISHED" and self.checkpoints and self.checkpoints.failure:
             status, reason = "FAILED", f"{reason}; {self.checkpoints.failure}"
         text = None
         if error is not None and status != "FINISHED":
             text = "".join(traceback.format_exception(error))
         best = {} if self.history.best is None else {"best": self.history.best}
-        log(RunEnded(time.time(), status, reason, text, {**self.history.last, **best}))
-        log.close(finished=status == "FINISHED")
+        self.log(RunEnded(time.time(), status, reason, text, {**self.history.last, **best}))
+        self.log.close(finished=status == "FINISHED")
 
     def log_all(self, events: Iterable[Event]) -> None:
         """Log events as they come."""
