@@ -33,11 +33,15 @@ from rankzero.tracking import sync
 from support.memory_store import MemoryStore, delivered
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrackedRun:
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "MLFLOW_TRACKING_URI", "RANKZERO_DIR"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def run() -> TrackedRun:
     return rankzero.track("mine", {"lr": 0.1}, offline=True)
 
 
