@@ -132,6 +132,24 @@ def test_interrupt_stops_with_a_checkpoint(start: Start, tmp_path: Path) -> None
     assert run.reason.startswith("stopped by") and run.checkpoints[-1].path.exists()
 
 
+def test_what_ends_the_program_stops_the_training_first(start: Start, tmp_path: Path) -> None:
+    process = start(
+        "import rankzero\nfrom tiny import Tiny\n"
+        "quiet = rankzero.Train.MLflow(log_model=False)\n"
+        "long = rankzero.Train(epochs=400, batch_size=32, log_every=5, mlflow=quiet)\n"
+        "slow = Tiny(train=long, step_seconds=0.03)\n"
+        "rankzero.train(slow, run_name='ended', nproc=1, offline=True)\n"
+        "print('continued')\n"
+    )
+    assert process.stdout is not None
+    assert any(line.startswith("step") for line in process.stdout)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=150)
+    assert process.returncode == -signal.SIGTERM and "continued" not in output
+    run = rankzero.run("ended", dir=tmp_path / "mlruns")
+    assert run.status == "KILLED" and run.checkpoints[-1].path.exists()
+
+
 @pytest.mark.slow
 def test_repeat_returns_the_means_and_sync_logs_its_models(start: Start, tmp_path: Path) -> None:
     process = start(

@@ -8,12 +8,14 @@ file.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +26,7 @@ from rankzero.api import notebook, results
 from rankzero.config.values import render
 from rankzero.errors import FAILED, FINISHED, NOT_DELIVERED, RESUMABLE, USAGE, RunFailed, UserError
 from rankzero.launch.request import with_secrets
+from rankzero.launch.signals import handled_signals
 from rankzero.mlflow_store.server import LOOPBACK, has_screen
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.location import root_of
@@ -254,7 +257,8 @@ def _call(words: Sequence[str], *, showing: bool) -> None:
     """Run the command to its end; `showing`: it draws on the terminal itself.
 
     Ctrl-C and a notebook's interrupt reach the command once, so that it stops with a checkpoint.
-    KeyboardInterrupt is raised after that. Raises RunFailed and UserError as the command fails.
+    KeyboardInterrupt is raised after that. SIGTERM and SIGHUP reach it, too, and this program once
+    the command has ended. Raises RunFailed and UserError as the command fails.
     """
     # A file and not a pipe: nobody reads a pipe while the output is printed.
     with tempfile.TemporaryFile("w+", errors="backslashreplace") as errors:
@@ -267,20 +271,45 @@ def _call(words: Sequence[str], *, showing: bool) -> None:
             start_new_session=True,  # so that the terminal's Ctrl-C reaches it through us only
         )
         interrupted = False
-        # An interrupt leaves the loop over the output, which then continues: the command prints
-        # how it stopped.
-        while process.returncode is None:
-            try:
-                for line in process.stdout or ():
-                    print(line, end="", flush=True)
-                process.wait()
-            except KeyboardInterrupt:
-                interrupted = True
-                process.send_signal(signal.SIGINT)
+        with _ends_with(process):
+            # An interrupt leaves the loop over the output, which then continues: the command
+            # prints how it stopped.
+            while process.returncode is None:
+                try:
+                    for line in process.stdout or ():
+                        print(line, end="", flush=True)
+                    process.wait()
+                except KeyboardInterrupt:
+                    interrupted = True
+                    process.send_signal(signal.SIGINT)
         if interrupted:
             raise KeyboardInterrupt
         errors.seek(0)
         _check(process.returncode, errors.read())
+
+
+@contextlib.contextmanager
+def _ends_with(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Forward what ends this program to the command, and have it act here after the command's end.
+
+    Else the training would run on without an owner. Only the main thread gets signals.
+    """
+    received, before = list[int](), dict[signal.Signals, Any]()
+
+    def forward(number: int, _frame: object) -> None:
+        received.append(number)
+        process.send_signal(number)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in handled_signals([signal.SIGTERM, signal.SIGHUP]):
+            before[number] = signal.signal(number, forward)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for first in received[:1]:
+            signal.raise_signal(first)
 
 
 def _check(code: int, errors: str) -> None:
