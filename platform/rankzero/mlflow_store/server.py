@@ -61,7 +61,9 @@ class Access(NamedTuple):
     @property
     def address(self) -> str:
         """The server's address on this machine."""
-        return f"http://{_bracketed(LOOPBACK if self.host in _ANYWHERE else self.host)}:{self.port}"
+        # A server on :: has no IPv4 address.
+        here = {"::": "::1"}.get(self.host, LOOPBACK if self.host in _ANYWHERE else self.host)
+        return f"http://{_bracketed(here)}:{self.port}"
 
 
 def access(

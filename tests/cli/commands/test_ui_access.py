@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import http.server
 import json
 import os
 import re
@@ -12,12 +13,14 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from rankzero.cli.commands import ui
 from rankzero.errors import UserError
 from rankzero.mlflow_store import server
 from support.commands import Command, command_in, free_port
@@ -410,6 +413,35 @@ def test_command_beyond_loopback_has_users_and_allowed_hosts() -> None:
     assert not server.access("192.0.2.7", 5000, insecure=True, names=(), origins=()).authenticated
     named = server.access("0.0.0.0", 5000, insecure=False, names=("box.example:5000",), origins=())
     assert named.names[-1] == "box.example:5000" and "http://box.example:5000" in named.origins
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]"), ("192.0.2.7", "192.0.2.7")],
+)
+def test_address_is_one_that_the_server_has(host: str, address: str) -> None:
+    assert server.Access(5000, host).address == f"http://{address}:5000"
+
+
+def test_a_proxy_is_not_asked_for_the_own_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+
+    class Healthy(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+    with (
+        http.server.HTTPServer(("127.0.0.1", 0), Healthy) as healthy,
+        subprocess.Popen(["sleep", "60"]) as process,
+    ):
+        threading.Thread(target=healthy.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{healthy.server_port}"
+        assert ui._is_up(process, address, threading.Event())
+        process.kill()
+        healthy.shutdown()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])

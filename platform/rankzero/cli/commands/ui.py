@@ -137,6 +137,8 @@ def _require_free(access: server.Access, root: Path) -> None:
 
 def _is_up(process: subprocess.Popen[bytes], address: str, stopping: threading.Event) -> bool:
     """Wait until the server answers; return False if it is stopped before that."""
+    # A proxy of the environment does not reach this machine's servers.
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     deadline = time.monotonic() + _STARTUP_SECONDS
     while time.monotonic() < deadline:
         # In this order: the terminal's Ctrl-C reaches the server, too, and it may end at once.
@@ -147,7 +149,7 @@ def _is_up(process: subprocess.Popen[bytes], address: str, stopping: threading.E
             _, errors = process.communicate()
             text = errors.decode(errors="replace")[-2000:]
             raise RunFailed(f"MLflow's server did not start:\n{text}")
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=2):
+        with contextlib.suppress(OSError), direct.open(f"{address}/health", timeout=2):
             return True
         time.sleep(0.1)
     raise RunFailed(f"MLflow's server did not answer on {address} within {_STARTUP_SECONDS:.0f} s")
