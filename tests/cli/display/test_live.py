@@ -61,6 +61,21 @@ def test_run_with_odd_names_is_followed_to_its_end(
     assert f"{ODD} 0.5" in output and REASON in output, output
 
 
+def test_output_without_ends_of_lines_hides_nothing_after_it(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = folder.path / "logs" / "launch" / "attempt_0" / "0" / "stderr.log"
+    log.parent.mkdir(parents=True)
+    bars = "\r 10%|#         |" * 10_000
+    console = Console(folder, Goal("val/accuracy", "max"), folder.path, is_first=True)
+    with console:
+        log.write_text(f"{bars}\nfirst\n" + "a line\n" * 30_000 + "killed here")
+        append(folder, started(), ended())
+    output = capsys.readouterr().out
+    assert "\nfirst\n" in output and output.count("a line") == 30_000
+    assert "killed here\n" in output
+
+
 def test_one_of_several_machines_shows_the_run(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:

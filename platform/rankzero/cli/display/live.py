@@ -31,6 +31,7 @@ from rankzero.run_store.journal import read
 
 # Each look at the files takes a core from a rank for a moment: rarely, unless somebody watches.
 _LIVE_SECONDS, _POLL_SECONDS = 0.25, 1.0
+_PIECE = 1 << 16  # bytes of output that are printed at once
 _LINE_SECONDS = 5.0  # between progress lines where there is no terminal
 
 
@@ -141,12 +142,12 @@ class Console:
                 self._live = display.enter_context(live)
             while not self._stopping.wait(_POLL_SECONDS if self._live is None else _LIVE_SECONDS):
                 self._update()
-            self._update()
+            self._update(ended=True)
 
-    def _update(self) -> None:
+    def _update(self, *, ended: bool = False) -> None:
         if not self._is_first:
             return
-        self._print_new_output()
+        self._print_new_output(ended=ended)
         for path in self._journals:
             for event in self._new_events(path):
                 if isinstance(event, RunStarted) and event.attempt > 1:
@@ -174,17 +175,26 @@ class Console:
                 self.ended = event if isinstance(event, RunEnded) else None
         return events
 
-    def _print_new_output(self) -> None:
+    def _print_new_output(self, *, ended: bool = False) -> None:
+        """Print a piece of what each rank has written, or all of it once the ranks have ended."""
         for path in self._logs():
-            start = self._offsets.get(path, 0)
-            with path.open("rb") as file:
-                file.seek(start)
-                text = file.read(1 << 16)
-            # Complete lines only: half a line would tear the live block.
-            lines = text[: text.rfind(b"\n") + 1]
-            self._offsets[path] = start + len(lines)
-            if lines:
-                self._terminal.print(lines.decode(errors="replace"), end="")
+            more = True
+            while more:
+                start = self._offsets.get(path, 0)
+                with path.open("rb") as file:
+                    file.seek(start)
+                    text = file.read(_PIECE)
+                # Complete lines only: half a line would tear the live block.
+                lines = text[: text.rfind(b"\n") + 1]
+                if not lines and (ended or len(text) == _PIECE):
+                    # A progress bar writes no line for long, and a killed rank not its last one.
+                    lines = text
+                self._offsets[path] = start + len(lines)
+                more = ended and bool(lines)
+                if lines:
+                    is_last = ended and len(text) < _PIECE and not lines.endswith(b"\n")
+                    printed = lines.decode(errors="replace")
+                    self._terminal.print(printed, end="\n" if is_last else "")
 
     def _logs(self) -> list[Path]:
         return log_files(self._folder.path / "logs", self._rank)
