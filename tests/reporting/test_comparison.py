@@ -80,6 +80,10 @@ def test_the_commands_that_repeat_a_run() -> None:
     assert commands(begun(train, mlflow__source__git__commit="abc", rankzero__dirty="true"))[
         :2
     ] == ["git checkout abc", "git apply diff.patch   # of the run's artifacts, in provenance/"]
+    # A scheduler's command names the run, and this option needs the name.
+    assert commands(begun(train.replace("lr=1", "--resume-if-there lr=1"))) == commands(
+        begun(train)
+    )
     for changes in ("false", "untracked", "incomplete"):
         environment = {"mlflow__source__git__commit": "abc", "rankzero__dirty": changes}
         assert "git apply" not in "".join(commands(begun(train, **environment)))

@@ -10,6 +10,7 @@ from rankzero.reporting.run_facts import Facts
 
 _RUN_NAME = "--name", "--run-name"
 _LEFT_OUT = (*_RUN_NAME, "--notify")
+_NEEDS_NAME = "--resume-if-there"
 
 
 def commands(name: str, facts: Facts) -> list[str]:
@@ -68,7 +69,7 @@ def words(command: str) -> list[str]:
     # Without `--name NAME` and `--name=NAME`: the name is taken, and a webhook's address unknown.
     kept, before = ["rankzero"], ""
     for word in found[1:]:
-        if before not in _LEFT_OUT and word.partition("=")[0] not in _LEFT_OUT:
+        if before not in _LEFT_OUT and word.partition("=")[0] not in (*_LEFT_OUT, _NEEDS_NAME):
             kept.append(word)
         before = word
     return kept
