@@ -50,6 +50,13 @@ def test_an_allocation_gives_each_of_its_machines_one_task(rankzero: Command, sr
     assert words[:4] == ["--job-name=mine", *OWN, "--ntasks=3"] and words.count("mine") == 1
 
 
+def test_a_training_may_use_a_part_of_an_allocation(rankzero: Command, srun: Path) -> None:
+    rankzero.environ |= {"PATH": os.environ["PATH"], "SLURM_JOB_NUM_NODES": "4"}
+    for own in (["--nodes", "2"], ["-N2"]):
+        assert rankzero(*TRAIN, "--name", "mine", "--", *own, cold=True)[0] == 75
+        assert "--ntasks=2" in srun.read_text().splitlines()
+
+
 def test_a_repeat_is_one_task(rankzero: Command, srun: Path) -> None:
     rankzero.environ |= {"PATH": os.environ["PATH"]}
     assert rankzero(*REPEAT, "--seeds", 2, cold=True)[0] == 75

@@ -38,7 +38,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     ray_run.become(arguments)
-    srun.become(arguments, srun.one_task_per_machine())
+    srun.become(arguments, srun.one_task_per_machine(arguments.after))
     machines = options.machines_of(arguments)
     experiment = experiment_of(arguments, machines)
     known = resume.begun(arguments, machines) if arguments.resume_if_there else None

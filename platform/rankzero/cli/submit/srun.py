@@ -64,9 +64,14 @@ def command(
     return [srun, *chosen, sys.executable, "-m", "rankzero", arguments.verb, *words]
 
 
-def one_task_per_machine(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the options of srun for one command on each machine of the job or allocation."""
+def one_task_per_machine(own: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the options of srun for one command on each machine of the job or allocation.
+
+    `own`: the user's options of srun, which may ask for fewer machines than the allocation has.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--nodes", "-N", default=environ.get("SLURM_JOB_NUM_NODES", ""))
     # A salloc with --ntasks sets the number of tasks, too.
-    machines = environ.get("SLURM_JOB_NUM_NODES")
-    tasks = [f"--ntasks={machines}"] if machines else []
+    machines = parser.parse_known_args(own)[0].nodes
+    tasks = [f"--ntasks={machines}"] if machines.isdecimal() else []
     return ["--ntasks-per-node=1", "--kill-on-bad-exit=0", *tasks]
