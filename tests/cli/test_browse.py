@@ -274,7 +274,15 @@ def test_ctrl_c_before_the_display_starts_detaches(
 def test_run_is_exported(
     here: Here, trained: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert here("export", "first", "--to", tmp_path / "csv")[0] == 0
+    artifacts = trained.folder / "mlruns/runs/first/artifacts"
+    for name in ("train/roc.png", "val/roc.png"):
+        (artifacts / name).parent.mkdir(exist_ok=True)
+        (artifacts / name).write_text(name)
+    code, output = here("export", "first", "--to", tmp_path / "csv")
+    assert code == 0
+    for name in ("train/roc.png", "val/roc.png"):
+        assert (tmp_path / "csv/figures" / name).read_text() == name and name in output
+        (artifacts / name).unlink()
     table = pandas.read_csv(tmp_path / "csv/metrics.csv")
     assert list(table.columns[:2]) == ["step", "time"] and list(table["step"]) == list(
         range(1, len(table) + 1)

@@ -130,7 +130,8 @@ def _pictures(folder: RunFolder, missing: list[str]) -> Iterator[str]:
             missing.append(f"the pictures of {folder.path.name}: {why}")
             yield f"<p>This page lacks {html.escape(missing[-1])}</p>"
             found = {}
-        found |= {path.stem: path for path in sorted(folder.artifacts.rglob("*.png"))}
+        logged = sorted(folder.artifacts.rglob("*.png"))
+        found |= {str(one.relative_to(folder.artifacts).with_suffix("")): one for one in logged}
         if found:
             yield "<h3>Pictures</h3>"
         yield '<div class="grid">'

@@ -77,5 +77,9 @@ def _write_all(folder: RunFolder, target: Path, kind: str) -> list[Path]:
     picture = target / "figures" / "learning_curves.png"
     if learning_curves.write(picture, metrics, facts.goal.metric):
         files.append(picture)
-    drawn = sorted(folder.artifacts.rglob("*.png"))
-    return [*files, *(Path(shutil.copy2(path, target / "figures")) for path in drawn)]
+    for path in sorted(folder.artifacts.rglob("*.png")):
+        # Two folders may have a picture of one name.
+        copied = target / "figures" / path.relative_to(folder.artifacts)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        files.append(Path(shutil.copy2(path, copied)))
+    return files
