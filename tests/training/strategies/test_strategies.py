@@ -36,6 +36,7 @@ STRATEGIES = ("ddp", *DIVIDED)
 LEFT = (("ddp", 4, 1), ("zero1", 8, 0), ("fsdp", 4, 1), ("tp", 4, 0), ("pp", 4, 0))
 """Strategy, the step whose evaluation is interrupted, and the only rank that gets the signal."""
 FP16: dict[str, Any] = {"train__precision": "fp16"}
+STATIC: dict[str, Any] = {"train__strategy": "ddp", "train__ddp__static_graph": True}
 BY_FAR = {"goal__metric": "val/far/loss", "train__eval_every": 2}
 RESTED = ("ddp", "zero1", "fsdp", "tp")
 RESTS: dict[str, dict[str, Any]] = {
@@ -135,7 +136,8 @@ CASES = [
             "train__ddp__bucket_mb": 1.0,
         },
     ),
-    Case("ddp-static", {"train__strategy": "ddp", "train__ddp__static_graph": True}),
+    Case("ddp-static", STATIC),
+    Case("ddp-static-accumulated", {**STATIC, "train__micro_batch": 2}),
     Case("fsdp-bf16", {"train__strategy": "fsdp", "train__precision": "bf16"}),
     *(
         Case(f"{name}-bf16", {"train__strategy": name, "train__precision": "bf16"})
@@ -338,7 +340,16 @@ def test_compiled_units_are_sharded_one_by_one(monkeypatch: pytest.MonkeyPatch) 
     assert sharded == [*model.blocks, model]
 
 
-@pytest.mark.parametrize("name", ["fsdp-accumulated", "pp-accumulated", "pp-gpipe", "ddp-static"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fsdp-accumulated",
+        "pp-accumulated",
+        "pp-gpipe",
+        "ddp-static",
+        "ddp-static-accumulated",
+    ],
+)
 def test_variants_have_the_losses_of_one_process(folder: Path, alone: Any, name: str) -> None:
     assert seen(folder, name)["losses"] == pytest.approx(alone()["losses"], rel=1e-4)
 

@@ -59,7 +59,9 @@ class Replicated:
         self.replica = self.wrap(self.model)
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
-        if isinstance(self.replica, DistributedDataParallel):
+        # DDP with a static graph expects each backward to average, and fails without. An average
+        # that takes part in the next one stays as it is, so the step's gradients are the same.
+        if isinstance(self.replica, DistributedDataParallel) and not self.replica.static_graph:
             return self.replica.no_sync()
         return contextlib.nullcontext()
 
