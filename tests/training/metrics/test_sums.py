@@ -17,6 +17,15 @@ STILL = {"lr": 0.0, "train__steps": 1}
 """Every evaluation is of the same weights."""
 REST = {"kept": 25, "train__drop_last": False}
 """Each third batch is a single sample, so rank 1 has none."""
+LENGTH = "'length' is missing on rank 1"
+SIZE = "'size' is missing on rank 0"
+DIFFERS = {
+    "names": f"{LENGTH}, {SIZE}",
+    "more": SIZE,
+    "shape": "'recall' has the shapes [2, 11] and [2, 12]",
+    "evaluated": f"{LENGTH}, {SIZE}",
+}
+"""How rank 1's metrics differ, and what the error says."""
 TRAINED: dict[str, dict[str, Any]] = {
     "ddp": {"train__micro_batch": 2},
     "zero1": {},
@@ -42,6 +51,7 @@ CASES = [
     case("ddp-one-sample", **STILL, held_out=1),
     case("pp-large", train__eval_batch=13),
     *(case(f"{name}-rest", **REST) for name in ("ddp", "fsdp", "tp")),
+    *(case(f"ddp-{differs}", differs=differs) for differs in ("order", *DIFFERS)),
 ]
 ON_THREE = [case("ddp"), case("ddp-still", **STILL, train__eval_batch=5)]
 
@@ -95,6 +105,19 @@ def test_two_ranks_train_like_one(on_two: Path, alone: Any, name: str) -> None:
 
 def test_three_ranks_train_like_one(on_three: Path, alone: Any) -> None:
     close(seen(on_three, "ddp"), alone())
+
+
+def test_ranks_may_return_their_metrics_in_another_order(on_two: Path, alone: Any) -> None:
+    close(seen(on_two, "ddp-order"), alone())
+
+
+@pytest.mark.parametrize("differs", DIFFERS)
+def test_ranks_with_other_metrics_are_refused(on_two: Path, differs: str) -> None:
+    found = seen(on_two, f"ddp-{differs}", fails=True)
+    start = "UserError: measure() returned other metrics on rank 1 than on rank 0: "
+    assert found["error"].startswith(f"{start}{DIFFERS[differs]}; return the same keys")
+    # Training is compared at its first step, an evaluation at its end.
+    assert len(found["losses"]) == (2 if differs == "evaluated" else 0)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "pp"])

@@ -120,8 +120,20 @@ def test_measure_must_return_the_same_metrics_in_all_windows() -> None:
         reporter.add({"loss": torch.tensor(float(step)), "extra": torch.tensor(1.0)}, 0.0)
         window, _ = reporter.report(StopCode.NONE, actions_due=False)
         assert window.values["loss"] == [step], "a window starts empty"
+    values = {name: torch.tensor(1.0) for name in ("loss", "extra", "late")}
     with pytest.raises(UserError, match="did not return 'extra'"):
-        reporter.add({"loss": torch.tensor(1.0)}, 0.0)
+        reporter.add({"loss": values["loss"]}, 0.0)
+    with pytest.raises(UserError, match="returned 'late', which it did not return before: return"):
+        reporter.add(values, 0.0)
+
+
+def test_measure_must_return_the_same_metrics_in_a_whole_evaluation() -> None:
+    totals, one = EvaluationMetrics(ALONE, 1, tiny()), torch.tensor(1.0)
+    totals.add({"loss": one, "extra": one}, 2)
+    with pytest.raises(UserError, match="did not return 'extra', which it returned before: return"):
+        totals.add({"loss": one}, 2)
+    with pytest.raises(UserError, match="returned 'late', which it did not return before: return"):
+        totals.add({"loss": one, "extra": one, "late": one}, 2)
 
 
 def figures(*windows: float) -> dict[str, float]:

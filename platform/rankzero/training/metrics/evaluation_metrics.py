@@ -13,7 +13,14 @@ from rankzero.experiment import Experiment
 from rankzero.training.distributed.world import World
 from rankzero.training.metrics.derived import derived
 from rankzero.training.metrics.stateful import StatefulMetrics
-from rankzero.training.metrics.window import check_metrics, means, quotients
+from rankzero.training.metrics.window import (
+    check_metrics,
+    check_names,
+    means,
+    metrics_checksum,
+    quotients,
+    refuse_differing,
+)
 
 
 class EvaluationMetrics:
@@ -40,10 +47,11 @@ class EvaluationMetrics:
         if not self._shapes:
             names = check_metrics(metrics, self._stateful.names)
             self._shapes = {name: list(metrics[name].detach().shape) for name in names}
-        # A Ratio's parts are sums already.
+        check_names(metrics.keys() - self._stateful.names, self._shapes.keys())
+        # Sorted, because ranks may return them in other orders. A Ratio's parts are sums already.
         rows = [
-            metrics[name].detach().double().flatten() * (1 if shape else samples)
-            for name, shape in self._shapes.items()
+            metrics[name].detach().double().flatten() * (1 if self._shapes[name] else samples)
+            for name in sorted(self._shapes, key=str)
         ]
         row = torch.cat(rows)
         self._sums = row if self._sums is None else self._sums + row
@@ -53,11 +61,12 @@ class EvaluationMetrics:
     def reduce(self) -> dict[str, float]:
         """Return the values over all ranks' samples. Collective, also for a rank without samples.
 
-        Raises UserError without samples, or if an object of `metrics()` or `derive` returns no
-        number.
+        Raises UserError without samples, if ranks have other metrics, or if an object of
+        `metrics()` or `derive` returns no number.
         """
         world = self._world
-        counts = world.gather(torch.tensor([self._samples])).flatten()
+        mine = torch.tensor([self._samples, metrics_checksum(self._shapes)])
+        counts, checksums = world.gather(mine).unbind(1)
         if not int(counts.sum()):
             raise UserError(
                 "an evaluation got no samples: let __iter__ of the data set begin again at each "
@@ -65,15 +74,18 @@ class EvaluationMetrics:
             )
         source = int(counts.argmax())
         # A rank without samples does not know the names.
+        for rank in ((checksums != checksums[source]) & (counts > 0)).nonzero().flatten().tolist():
+            refuse_differing(world, self._shapes, rank, source)
         shapes: dict[str, list[int]] = world.share(self._shapes, source)
-        sizes = [torch.Size(shape).numel() for shape in shapes.values()]
+        ordered = sorted(shapes)
+        sizes = [torch.Size(shapes[name]).numel() for name in ordered]
         sums = self._sums
         if sums is None:
             sums = torch.zeros(sum(sizes), dtype=torch.float64, device=world.device)
-        parts = zip(shapes.items(), world.sum(sums).cpu().split(sizes), strict=True)
+        parts = dict(zip(ordered, world.sum(sums).cpu().split(sizes), strict=True))
         finished = {
-            name: quotients((part if shape else part / counts.sum()).view(1, *shape))
-            for (name, shape), part in parts
+            name: quotients((parts[name] if shape else parts[name] / counts.sum()).view(1, *shape))
+            for name, shape in shapes.items()
         }
         values = {name: means(value).item() for name, value in finished.items()}
         values |= self._stateful.compute(counts.tolist(), source)

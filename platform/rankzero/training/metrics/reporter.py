@@ -6,15 +6,21 @@ import dataclasses
 import time
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
-from rankzero.errors import UserError
 from rankzero.events import StepsLogged
 from rankzero.metric_names import DATA_WAIT, SPEED, STEP_SECONDS
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.metrics.derived import derived_columns
 from rankzero.training.metrics.throughput import RunTotals
-from rankzero.training.metrics.window import WindowStats, reduce_window
+from rankzero.training.metrics.window import (
+    WindowStats,
+    check_names,
+    metrics_checksum,
+    reduce_window,
+    refuse_differing,
+)
 from rankzero.training.optimization.optimizers import learning_rates
 from rankzero.training.stop import LONGEST_WINDOW, StopCode, next_interval
 
@@ -30,6 +36,7 @@ class Reporter:
         # Each metric's values since the last report: 0-d, and [2] or [2, n] of a `Ratio`. They stay
         # on the device.
         self._columns: dict[str, list[Tensor]] = {}
+        self._is_compared = False
         # The first window is one step: nobody knows yet how long a step takes.
         self._interval = 1
         self._unreported_speed: WindowStats | None = None
@@ -45,14 +52,9 @@ class Reporter:
             # Each turn has a loss of its own.
             first = () if self._job.experiment.turns else ("loss",)
             self._columns = {name: [] for name in (*first, *metrics)}
-        try:
-            for name, column in self._columns.items():
-                column.append(metrics[name])
-        except KeyError as error:
-            raise UserError(
-                f"measure() did not return {error}, which it returned before: "
-                "return the same keys every time"
-            ) from None
+        check_names(metrics.keys(), self._columns.keys())
+        for name, column in self._columns.items():
+            column.append(metrics[name])
         self._data_wait += data_wait
         self._times.append(time.time())
 
@@ -70,20 +72,7 @@ class Reporter:
         must not enter the speed of the steps before it.
         """
         job, state = self._job, self._state
-        seconds = job.world.now() - self._start
-        window = reduce_window(
-            job.world,
-            self._columns,
-            stop_code,
-            seconds,
-            self._data_wait,
-            job.forward_timer.read(),
-            job.work_meter.read(),
-        )
-        if job.experiment.turns:
-            losses = (window.values[f"{turn}/loss"] for turn in job.experiment.turns)
-            total = [sum(values) for values in zip(*losses, strict=True)]
-            window = dataclasses.replace(window, values={"loss": total, **window.values})
+        window = self._reduced(stop_code)
         self._columns = {name: [] for name in self._columns}
         steps = range(state.step - window.steps + 1, state.step + 1)
         derived = derived_columns(job.experiment, window.values, window.quotients)
@@ -110,6 +99,36 @@ class Reporter:
         # with a report.
         self._interval = next_interval(self._interval, window.step_seconds, steps_left)
         return window, events
+
+    def _reduced(self, stop_code: StopCode) -> WindowStats:
+        """Return the window over all ranks. Collective."""
+        job = self._job
+        seconds = job.world.now() - self._start
+        if not self._is_compared:
+            self._compare_ranks()
+        window = reduce_window(
+            job.world,
+            self._columns,
+            stop_code,
+            seconds,
+            self._data_wait,
+            job.forward_timer.read(),
+            job.work_meter.read(),
+        )
+        if not job.experiment.turns:
+            return window
+        losses = (window.values[f"{turn}/loss"] for turn in job.experiment.turns)
+        total = [sum(values) for values in zip(*losses, strict=True)]
+        return dataclasses.replace(window, values={"loss": total, **window.values})
+
+    def _compare_ranks(self) -> None:
+        """Raise UserError if `measure` returns other metrics on other ranks. Collective."""
+        # Once, because `add` refuses others later. The sum over ranks adds by position.
+        self._is_compared, world = True, self._job.world
+        shapes = {name: column[0].shape for name, column in self._columns.items()}
+        differing = world.ranks_that_differ(torch.tensor([metrics_checksum(shapes)]))
+        if differing:
+            refuse_differing(world, shapes, differing[0], 0)
 
     def _speed_event(
         self, speed: WindowStats, samples: int, rates: Mapping[str, float]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+import zlib
+from collections.abc import Collection, Mapping, Sequence, Set
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -81,17 +84,19 @@ def reduce_window(
     mine = [stop_code, seconds, data_wait_seconds, forward_seconds, tokens]
     own = torch.zeros(world.size, len(mine), dtype=torch.float64)
     own[world.ranks.rank] = torch.tensor(mine, dtype=torch.float64)
-    stacked = [torch.stack(list(column)) for column in columns.values()]
+    # Sorted, because ranks may return the same metrics in other orders.
+    ordered = sorted(columns, key=str)
+    stacked = [torch.stack(list(columns[name])) for name in ordered]
     values = torch.cat([one.flatten().double() for one in stacked])
     fused = world.sum(torch.cat([values / world.size, own.flatten().to(values.device)])).cpu()
     parts = fused[: len(values)].split([one.numel() for one in stacked])
     finished = {
         name: quotients(part.view(one.shape))
-        for name, part, one in zip(columns, parts, stacked, strict=True)
+        for name, part, one in zip(ordered, parts, stacked, strict=True)
     }
     times = fused[len(values) :].tolist()
     return WindowStats(
-        values={name: means(value).tolist() for name, value in finished.items()},
+        values={name: means(finished[name]).tolist() for name in columns},
         stop_code=most_urgent(int(code) for code in times[::5]),
         seconds=max(times[1::5]),
         data_waits=times[2::5],
@@ -140,6 +145,42 @@ def check_metrics(metrics: Mapping[str, object], stateful: Collection[str] = ())
                     "metric where the model computes it, or each step waits for a copy"
                 )
     return names
+
+
+def check_names(found: Set[str], first: Set[str]) -> None:
+    """Raise UserError if `measure` did not return the names that it returned first."""
+    if found == first:
+        return
+    name = min(first ^ found, key=str)
+    change = f"did not return {name!r}, which it returned before"
+    if name in found:
+        change = f"returned {name!r}, which it did not return before"
+    raise UserError(f"measure() {change}: return the same keys every time")
+
+
+def metrics_checksum(shapes: Mapping[str, Sequence[int]]) -> int:
+    """Return a number that is equal on all ranks if names and shapes are, in any order."""
+    ordered = sorted((str(name), list(shape)) for name, shape in shapes.items())
+    return zlib.crc32(json.dumps(ordered).encode())
+
+
+def refuse_differing(
+    world: World, shapes: Mapping[str, Sequence[int]], rank: int, source: int
+) -> NoReturn:
+    """Raise a UserError that names what differs between two ranks' metrics. Collective."""
+    mine = {str(name): list(shape) for name, shape in shapes.items()}
+    there, here = world.share(mine, rank), world.share(mine, source)
+    names = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
+    facts = [
+        f"{name!r} is missing on rank {source if name in there else rank}"
+        if (name in there) != (name in here)
+        else f"{name!r} has the shapes {there[name]} and {here[name]}"
+        for name in names
+    ]
+    raise UserError(
+        f"measure() returned other metrics on rank {rank} than on rank {source}: "
+        f"{', '.join(facts)}; return the same keys every time, on every rank"
+    )
 
 
 def _parts(name: str, value: object) -> list[Tensor]:

@@ -32,7 +32,7 @@ from rankzero.ratio import Ratio
 from rankzero.training.data.batch import rows_of, samples_in
 from rankzero.training.distributed import torch_compat
 from rankzero.training.distributed.world import TRAINING_TIMEOUT, World
-from rankzero.training.metrics.window import check_metrics
+from rankzero.training.metrics.window import check_metrics, check_names
 from rankzero.training.optimization import optimizers
 from rankzero.training.strategies import parameter_names, replicated
 from rankzero.training.strategies.base import (
@@ -101,6 +101,8 @@ class Pipeline:
             return {name: torch.zeros(shape, device=device) for name, shape in self._shapes.items()}
         # The first step calls `_loss` once more, to find out shapes.
         latest = self._measured[-self._micro_batches :]
+        for metrics in latest:
+            check_names(metrics.keys(), self._shapes.keys())
         return {
             name: torch.stack([metrics[name] for metrics in latest]).mean(0) * self._world.size
             for name in self._shapes
