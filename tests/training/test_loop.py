@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from rankzero.config import override
 from rankzero.errors import NotFinite, UserError
 from rankzero.events import CheckpointSaved, Evaluated, Noticed, StepsLogged
 from rankzero.ranks import Ranks
@@ -32,6 +33,23 @@ def test_four_micro_batches_of_8_train_like_a_batch_of_32(train: Trainer, tmp_pa
     for one, other in zip(weights(whole), weights(parts), strict=True):
         torch.testing.assert_close(one, other)
     assert parts.series("train/loss") == pytest.approx(whole.series("train/loss"), rel=1e-5)
+
+
+@pytest.mark.parametrize(("first", "says"), [(True, "did not return"), (False, "returned")])
+def test_all_micro_batches_of_a_step_return_the_same_metrics(
+    train: Trainer, first: bool, says: str
+) -> None:
+    class Sometimes(type(tiny())):  # type: ignore[misc]
+        calls = itertools.count()
+
+        def measure(self, model: Any, batch: Any) -> Any:
+            values = super().measure(model, batch)
+            if (next(self.calls) == 0) == first:
+                values["extra"] = values["loss"].detach()
+            return values
+
+    with pytest.raises(UserError, match=f"{says} 'extra', which it .*: return the same keys"):
+        train(override(Sometimes(), {"train.steps": 2, "train.micro_batch": 8}))
 
 
 def test_smaller_last_batch_trains_as_one(train: Trainer, tmp_path: Path) -> None:

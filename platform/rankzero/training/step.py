@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rankzero.training.job import State, TrainingContext
+from rankzero.training.metrics.window import check_names
 from rankzero.training.optimization.joint_optimizer import JointOptimizer
 from rankzero.training.optimization.optimizers import set_lr
 from rankzero.training.strategies.base import divide_gradients
@@ -103,6 +104,9 @@ def _accumulate(
         with contextlib.nullcontext() if is_last else strategy.no_sync():
             values = strategy.forward_backward(how, batch)
         if how.accumulation > 1:
+            # Else a missing value would count as 0.
+            if index:
+                check_names(values.keys(), metrics.keys())
             values = {
                 name: v / how.accumulation + metrics.get(name, 0.0) for name, v in values.items()
             }
