@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from rankzero.launch import agent
 from rankzero.launch.agent import Topology
@@ -31,6 +31,34 @@ def test_large_content_is_broadcast_in_pieces(
     assert all(len(piece) <= 5 for piece in wire)
     monkeypatch.setattr(dist, "broadcast", lambda buffer, source: buffer.copy_(wire.pop(0)))
     assert receiver.broadcast(b"", piece_bytes=5) == content and not wire
+
+
+def test_buffers_of_any_strides_are_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire: list[Tensor] = []
+
+    def module(value: float) -> nn.Module:
+        made, images = nn.Module(), torch.full((2, 3, 4, 4), value)
+        made.register_buffer("plain", torch.full((4, 6), value))
+        made.register_buffer("turned", torch.full((4, 6), value).t())
+        made.register_buffer("gaps", torch.full((4, 6), value)[:, ::2])
+        made.register_buffer("images", images.to(memory_format=torch.channels_last))
+        made.register_buffer("expanded", torch.full((1,), value).expand(3))
+        return made
+
+    def send(tensor: Tensor, source: int) -> None:
+        assert source == 0 and tensor.is_contiguous(), "NCCL refuses it"
+        wire.append(tensor.clone())
+
+    sender, receiver = (World(Ranks(rank, 2), torch.device("cpu")) for rank in (0, 1))
+    monkeypatch.setattr(dist, "broadcast", send)
+    sender.broadcast_buffers(module(1.0))
+    received = module(2.0)
+    strides = [one.stride() for one in received.buffers()]
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, source: tensor.copy_(wire.pop(0)))
+    receiver.broadcast_buffers(received)
+    values = {name: one.unique().tolist() for name, one in received.named_buffers()}
+    assert values.pop("expanded") == [2.0] and set(map(tuple, values.values())) == {(1.0,)}
+    assert [one.stride() for one in received.buffers()] == strides and not wire
 
 
 @pytest.mark.parametrize(("strategy", "groups"), [("fsdp", 1), ("pp", 2)])

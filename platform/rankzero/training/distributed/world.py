@@ -116,9 +116,15 @@ class World:
 
     def broadcast_buffers(self, module: nn.Module) -> None:
         """Give every rank rank 0's buffers (running statistics). Collective."""
-        if self.is_distributed:
-            for buffer in module.buffers():
-                dist.broadcast(buffer, 0)
+        for buffer in module.buffers() if self.is_distributed else ():
+            # Nothing can write into an expanded tensor in place, so no training changes it.
+            if any(s == 0 and n > 1 for s, n in zip(buffer.stride(), buffer.shape, strict=True)):
+                continue
+            # NCCL refuses a tensor with gaps.
+            sent = buffer.contiguous()
+            dist.broadcast(sent, 0)
+            if sent is not buffer:
+                buffer.copy_(sent)
 
     def extend_timeouts(self) -> None:
         """Let later collectives take long, once a watchdog runs."""
