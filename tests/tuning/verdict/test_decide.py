@@ -10,6 +10,7 @@ import statistics
 import pytest
 
 from rankzero.experiment import Goal
+from rankzero.tuning.objective import Name
 from rankzero.tuning.verdict.decide import (
     Candidate,
     ConfirmationRun,
@@ -320,6 +321,30 @@ def test_one_missed_run_of_the_reference_proves_nothing() -> None:
     assert fast.beaten and fast.winner.trial == 1
     text = sentence(fast, GOAL, 0.97, 360.0, (1, 0.98))
     assert text.startswith("Your configuration reaches 97.0% val/accuracy on 2 of 3 seeds in 40 s")
+
+
+@pytest.mark.parametrize("objective", ["throughput", "tokens"])
+def test_one_missed_run_of_a_reference_without_costs_proves_nothing(objective: Name) -> None:
+    reference = candidate(0, -1000.0, -1010.0, None)
+    slower = candidate(1, -950.0, -955.0, -960.0)
+    found = decide(objective, reference, [slower])
+    assert not found.beaten and found.winner is reference
+    fast = decide(objective, reference, [candidate(1, -2000.0, -2010.0, -1990.0)])
+    assert fast.beaten and fast.gain == pytest.approx(2.0, rel=0.01)
+    # It missed the quality on most seeds, so there is nothing to be faster than.
+    assert decide(objective, candidate(0, -1000.0, None, None), [slower]).beaten
+
+
+def test_one_crash_of_the_reference_proves_nothing() -> None:
+    reference = missing(0, 40.0, None, 41.0, lost=None)
+    found = decide("time-to-target", reference, [candidate(1, 43.0, 44.0, 45.0)])
+    assert not found.beaten and found.winner is reference
+    noisy, near = missing(0, 30.0, None, 60.0, lost=None), candidate(1, 37.0, 38.0, 36.0)
+    assert second_look("time-to-target", noisy, [near]) == [near]
+    fast = decide("time-to-target", reference, [candidate(1, 5.0, 6.0, 5.5)])
+    assert fast.beaten and fast.gain is not None
+    text = sentence(fast, GOAL, 0.97, 360.0)
+    assert text.startswith("Your configuration does not reliably reach 97.0% val/accuracy (2 of 3")
 
 
 def test_an_unreliable_challenger_does_not_hide_a_sure_gain() -> None:

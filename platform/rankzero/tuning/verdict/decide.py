@@ -74,6 +74,14 @@ class Candidate:
         return len(self.values) / max(1, len(self.runs))
 
     @property
+    def can_be_beaten(self) -> bool:
+        """Return whether most runs reached the quality, so that there is something to test.
+
+        Their `costs` may be unknown: a crash has none, and neither has a speed.
+        """
+        return self.share > 0.5
+
+    @property
     def costs(self) -> list[float]:
         """Return what each run costs until the quality is reached, or nothing. As `costs_of`."""
         return costs_of(self.runs)
@@ -131,7 +139,7 @@ def decide(objective: Name, reference: Candidate, challengers: Sequence[Candidat
     fastest = min(able, key=scale.mean, default=reference)
     own = scale.mean(reference)
     better = [one for one in able if _beats(one, reference, scale)]
-    rivals = better or [*able, *([reference] if reference.costs else [])]
+    rivals = better or [*able, *([reference] if reference.can_be_beaten else [])]
     best = min(rivals, key=scale.mean, default=reference)
     region = [
         one for one in better or able if scale.mean(one) <= scale.mean(best) + scale.near(one, best)
@@ -146,7 +154,7 @@ def decide(objective: Name, reference: Candidate, challengers: Sequence[Candidat
         region=tuple(sorted(one.trial for one in (region if better else [*region, reference]))),
         noise=_gain(objective, scale.floor(reference, nearest)) - _gain(objective, 0.0),
     )
-    if not able or not reference.costs:
+    if not able or not reference.can_be_beaten:
         return verdict
     # On other numbers of devices, one may be slower because it was chosen for its cost.
     alike = [one for one in able if one.devices == nearest.devices]
@@ -163,7 +171,7 @@ def decide(objective: Name, reference: Candidate, challengers: Sequence[Candidat
 def _beats(one: Candidate, reference: Candidate, scale: _Scale) -> bool:
     """Return whether a challenger is surely better, or reaches what the reference does not."""
     apart = scale.mean(reference) - scale.mean(one)
-    if reference.costs:
+    if reference.can_be_beaten:
         return apart > scale.floor(reference, one)
     if one.reached or one.share > reference.share:
         return True
@@ -198,7 +206,7 @@ def second_look(
 
     The nearest is enough of the reliable ones. A clear verdict needs none.
     """
-    if not reference.costs or decide(objective, reference, challengers).beaten:
+    if not reference.can_be_beaten or decide(objective, reference, challengers).beaten:
         return []
     able = list[tuple[Candidate, Candidate]]()
     for one in challengers:
