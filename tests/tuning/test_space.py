@@ -247,6 +247,71 @@ def test_a_reference_outside_of_its_choices_gets_one_message() -> None:
     make_space(override(Outside(), {"width": 16}), 1, 0.5).check_reference()
 
 
+@pytest.mark.parametrize(
+    ("range_", "changes", "message"),
+    [
+        (
+            Uniform(0.5, 2.0),
+            {},
+            "your own value none is no finite number, and Uniform draws numbers: use "
+            "Choice(None, …), or give clip=0.5",
+        ),
+        (
+            LogUniform(0.5, 2.0),
+            {"clip": 0.0},
+            "your own value 0.0 has no logarithm: use Uniform(0, 2.0), or give clip=0.5",
+        ),
+        (
+            Integer(1, 4),
+            {"clip": 1.5},
+            "your own value 1.5 is no integer, and Integer draws integers: use Choice(1.5, …), or "
+            "give clip=1",
+        ),
+        (
+            Uniform(0.5, 0.5),
+            {"clip": 1.0},
+            "your own value 1.0 is not 0.5, which is all that Uniform(0.5, 0.5) has: use "
+            "Choice(1.0, …), or give clip=0.5",
+        ),
+    ],
+)
+def test_a_reference_that_its_range_cannot_draw_gets_one_message(
+    range_: Range, changes: dict[str, Any], message: str
+) -> None:
+    class Clipped(Plain):
+        clip: float | None = None
+        search = {"clip": range_}
+
+    with pytest.raises(UserError) as caught:
+        make_space(override(Clipped(), changes), 1, 0.5).check_reference()
+    assert str(caught.value) == f"search['clip']: {message}"
+    # Optuna stores a value that is above or below the range.
+    if range_ != Uniform(0.5, 0.5):
+        make_space(override(Clipped(), {"clip": 7}), 1, 0.5).check_reference()
+
+
+def test_drawn_numbers_of_steps_are_scaled_as_the_references_are() -> None:
+    class InSteps(Experiment):
+        train: Train = Train(batch_size=64, steps=1000, warmup_steps=10, micro_batch=16)
+        search = {
+            "train.steps": Choice(1000, 2000),
+            "train.warmup_steps": Integer(0, 100),
+            "train.eval_every": Choice(None, 200),
+            "train.micro_batch": Choice(None, 16, 24),
+        }
+
+    space = make_space(InSteps(), 1, 0.5)
+    drawn = {"train.steps": 2000, "train.warmup_steps": 100, "train.eval_every": 200}
+    own = space.experiment({**space.reference_parameters(), **drawn}).train
+    assert (own.steps, own.warmup_steps, own.eval_every, own.micro_batch) == (2000, 100, 200, 16)
+    twice = {**drawn, BATCH_INDEX: space.batch_sizes.index(128), "train.micro_batch": 24}
+    found = space.experiment(twice).train
+    assert (found.steps, found.warmup_steps, found.eval_every) == (1000, 50, 100)
+    assert found.micro_batch == 16, "the largest up to 24 that divides the batch"
+    found = space.experiment({**twice, "train.warmup_steps": 0, "train.micro_batch": None}).train
+    assert (found.warmup_steps, found.micro_batch) == (0, None)
+
+
 def test_an_own_setting_called_devices_is_searched() -> None:
     class Racks(Plain):
         devices: int = 2

@@ -84,15 +84,10 @@ class Space:
         return [*found, *([left_out] if lost else [])]
 
     def check_reference(self) -> None:
-        """Raise UserError if the reference has a value that is not among its choices."""
+        """Raise UserError if the reference has a value that its range cannot draw."""
         for key, own in flatten(self.reference).items():
-            chosen = self.extras.get(key)
-            if isinstance(chosen, Choice) and own not in chosen.options:
-                choices = [values.render(option) for option in chosen.options]
-                raise UserError(
-                    f"search[{key!r}]: your own value {values.render(own)} is not one of the "
-                    f"choices {', '.join(choices)}: add it to Choice, or give {key}={choices[0]}"
-                )
+            if (chosen := self.extras.get(key)) is not None:
+                _check_own(key, own, chosen)
 
     def parameters(self) -> dict[str, Range]:
         """Return the parameters that a sampler draws."""
@@ -143,15 +138,20 @@ class Space:
             "train.eval_every": train.eval_every,
             "train.warmup_steps": train.warmup_steps,
         }
-        drawn = (key for key in parameters if key not in _NO_SETTINGS)
+        drawn = {key: value for key, value in parameters.items() if key not in _NO_SETTINGS}
+        # The range of a number of steps is one for the user's own batch size.
+        in_steps |= {key: drawn[key] for key in in_steps if key in drawn}
         settings: dict[str, Any] = {
-            **{key: parameters[key] for key in drawn},
+            **drawn,
             **{key: max(1, round(count * ratio)) for key, count in in_steps.items() if count},
             BATCH: batch_size,
             _LR: float(parameters.get(FACTOR, 1.0)) * self.scaled_lr(batch_size),
         }
-        # The user's micro-batch need not divide another batch.
-        if ratio != 1:
+        # The user's micro-batch need not divide another batch, and neither need a drawn one.
+        devices = self.devices_of(parameters)
+        if (ratio, devices) != (1, self.devices[0]) and _MICRO_BATCH in drawn:
+            settings[_MICRO_BATCH] = _dividing(batch_size // devices, drawn[_MICRO_BATCH])
+        elif ratio != 1:
             settings[_MICRO_BATCH] = None
         if SPEED in parameters:
             settings |= self._speed_settings(batch_size)
@@ -166,11 +166,10 @@ class Space:
 
     def _speed_settings(self, batch_size: int) -> dict[str, Any]:
         settings = dict(self.speed)
-        if (most := settings.get(_MICRO_BATCH)) is not None:
+        if _MICRO_BATCH in settings:
             # It was decided for another batch size, and must divide this one.
             share = batch_size // math.lcm(*self.devices)
-            fitting = (size for size in range(1, min(most, share) + 1) if share % size == 0)
-            settings[_MICRO_BATCH] = max(fitting)
+            settings[_MICRO_BATCH] = _dividing(share, settings[_MICRO_BATCH])
         return settings
 
     def neighbours(self, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -336,6 +335,13 @@ def asked_for(space: Space) -> Space:
     )
 
 
+def _dividing(share: int, most: int | None) -> int | None:
+    """Return the largest micro-batch up to `most` that divides a device's share of a batch."""
+    if most is None:
+        return None
+    return max(size for size in range(1, min(most, share) + 1) if share % size == 0)
+
+
 def _check_range(reference: Experiment, key: str, range_: Range) -> None:
     """Raise ConfigError for a range that is empty, upside down, or has values of a wrong type."""
     problem = ""
@@ -362,6 +368,33 @@ def _check_range(reference: Experiment, key: str, range_: Range) -> None:
     # Overriding checks the key, the type, and the setting's own limits.
     for value in _ends(range_):
         override(reference, {key: value})
+
+
+def _check_own(key: str, own: Any, range_: Range) -> None:
+    """Raise UserError if no trial can have the user's own value.
+
+    One that is only above or below a range of numbers is fine: the reference has it nevertheless.
+    """
+    ends = [values.render(end) for end in _ends(range_)]
+    name, problem, instead = type(range_).__name__, "", f"use Choice({own!r}, …)"
+    match range_:
+        case Choice(options):
+            if own not in options:
+                problem = f"is not one of the choices {', '.join(ends)}"
+                instead = "add it to Choice"
+        case _ if not isinstance(own, int | float) or not math.isfinite(own):
+            problem = f"is no finite number, and {name} draws numbers"
+        case Integer() if own != int(own):
+            problem = "is no integer, and Integer draws integers"
+        case LogUniform() if own <= 0:
+            problem, instead = "has no logarithm", f"use Uniform(0, {ends[-1]})"
+        case _ if range_.low == range_.high != own:
+            problem = f"is not {ends[0]}, which is all that {name}({', '.join(ends)}) has"
+    if problem:
+        raise UserError(
+            f"search[{key!r}]: your own value {values.render(own)} {problem}: {instead}, or give "
+            f"{key}={ends[0]}"
+        )
 
 
 def _ends(range_: Range) -> Sequence[Any]:
