@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from rankzero import Choice, Experiment, Goal, Train
+from rankzero import Choice, Experiment, Goal, Integer, Train
 from rankzero.errors import RunFailed, UserError
 from rankzero.tuning import next_trial
 from rankzero.tuning.next_trial import ended, guesses, upcoming
-from rankzero.tuning.options import PRUNERS, SAMPLERS, SearchOptions
+from rankzero.tuning.options import PRUNERS, SAMPLERS, Sampler, SearchOptions
 from rankzero.tuning.reports.study_run import texts_of
 from rankzero.tuning.session import Session
 from rankzero.tuning.space import (
@@ -123,6 +123,38 @@ def test_the_reference_comes_first_and_something_better_is_found(search: Searche
     assert found.winner.trial != 0 and len(found.winner.runs) == 3
     assert len(study.trials()) == 12 and len(lines) >= 12
     assert all(running.closed for running in launcher.running)
+
+
+class Tuples(Mine):
+    search = {
+        "train.batch_size": Choice(32),
+        "lr": Choice(0.03),
+        "betas": Choice((0.9, 0.999), (0.8, 0.9), (0.9, 0.99)),
+        "width": Integer(1, 200),
+    }
+    betas: tuple[float, float] = (0.9, 0.999)
+    width: int = 1
+
+
+@pytest.mark.parametrize(
+    ("storage", "sampler"), [("sqlite", "tpe"), ("sqlite", "grid"), ("journal", "gp")]
+)
+def test_a_choice_among_tuples_continues(tmp_path: Path, storage: str, sampler: Sampler) -> None:
+    space = make_space(Tuples(), 1, 0.5, samples=1000)
+    # A leader, a helper and a later start: each has a connection of its own.
+    trained = set[Any]()
+    for trials in (3, 9, 11):
+        study = open_study(
+            f"{storage}:///{tmp_path / 'studies'}", "s", sampler=sampler, pruner="none", seed=0
+        )
+        study.draw_from(space.parameters())
+        launcher, options = FakeLauncher(), SearchOptions(trials=trials, sampler=sampler)
+        Session(study, space, [launcher], options, lambda _: None).run()
+        assert next_trial.reference_trial(study.trials(), space) == study.trials()[0]
+        assert len(ended(study.trials())) == trials
+        trained |= {one.betas for one in launcher.started if isinstance(one, Tuples)}
+        study.members.close()
+    assert trained == set(Tuples.search["betas"].options), "as tuples"
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)

@@ -84,7 +84,7 @@ class Study:
                     seed = self._seed + len(self.known) - len(self.known.abandoned)
                     self._study.sampler = _make_sampler(self._sampler, seed, self._distributions)
                 else:
-                    self._study.sampler = _fixed(parameters)
+                    self._study.sampler = _fixed(_as_stored(dict(parameters)))
                 # The reference has no settings of speed, so it lacks that parameter.
                 names = self._distributions if parameters is None else parameters
                 trial = self._study.ask(
@@ -270,13 +270,23 @@ def _trial(stored: optuna.trial.FrozenTrial, is_abandoned: bool) -> Trial:
 def _distribution(range_: Range) -> BaseDistribution:
     match range_:
         case Choice(options):
-            return CategoricalDistribution(options)
+            return CategoricalDistribution([_as_stored(option) for option in options])
         case Uniform(low, high):
             return FloatDistribution(low, high)
         case LogUniform(low, high):
             return FloatDistribution(low, high, log=True)
         case Integer(low, high):
             return IntDistribution(low, high)
+
+
+def _as_stored(value: Any) -> Any:
+    """Return the value as a database returns it, which has lists for tuples.
+
+    Optuna refuses a choice among tuples in a study that has them as lists.
+    """
+    if isinstance(value, dict):
+        return {name: _as_stored(one) for name, one in value.items()}
+    return [_as_stored(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _make_sampler(
@@ -292,7 +302,10 @@ def _make_sampler(
         case "grid":
             grid = {key: _grid_points(found) for key, found in distributions.items()}
             # One seed for all trials: the order must stay, because the study stores what is done.
-            return optuna.samplers.GridSampler(grid, seed=0)
+            with warnings.catch_warnings():
+                # It warns of a choice among lists, and stores it as JSON.
+                warnings.simplefilter("ignore", UserWarning)
+                return optuna.samplers.GridSampler(grid, seed=0)
 
 
 def _fixed(parameters: Mapping[str, Any]) -> optuna.samplers.BaseSampler:

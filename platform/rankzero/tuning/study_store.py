@@ -34,6 +34,8 @@ def open_store(url: str) -> Iterator[optuna.storages.BaseStorage]:
     """Open a study's store. One that is locked, foreign or unreachable raises UserError."""
     # Optuna logs each trial, and the search prints it already.
     optuna.logging.set_verbosity(logging.ERROR)
+    # A choice among lists is stored as JSON, in each store here. Optuna warns at each reading.
+    warnings.filterwarnings("ignore", "Choices for a categorical distribution should be a tuple")
     drivers.require_driver(url)
     try:
         with warnings.catch_warnings():
