@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rankzero import Choice, Experiment, Goal, Train
+from rankzero.config import override
 from rankzero.errors import UserError
 from rankzero.tuning.agreement import (
     SPACE,
@@ -25,6 +26,11 @@ from rankzero.tuning.study import Study, open_study
 class Mine(Experiment):
     train: Train = Train(batch_size=32)
     goal: Goal = Goal("val/accuracy", "max", target=0.9)
+
+
+class Wide(Mine):
+    width: int = 8
+    search = {"width": Choice(8, 16)}
 
 
 SPACE_OF_MINE = make_space(Mine(), 1, 0.5, samples=1000)
@@ -87,6 +93,84 @@ def test_a_helper_with_another_space_is_refused(study: Study) -> None:
     other = dataclasses.replace(SPACE_OF_MINE, extras={"width": Choice(8, 16)})
     with pytest.raises(UserError, match="need the same experiment"):
         check_space(study, other, SearchOptions())
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "wanted", "given"),
+    [
+        ({"lr": 0.01}, SearchOptions(), "lr=0.001", "lr=0.01"),
+        ({"train.seed": 1}, SearchOptions(), "train.seed=0", "train.seed=1"),
+        (
+            {"width": 16, "goal.target": None},
+            SearchOptions(objective="throughput"),
+            "--objective=time-to-target, goal.target=0.9, width=8",
+            "--objective=throughput, goal.target=none, width=16",
+        ),
+    ],
+)
+def test_a_study_keeps_its_settings(
+    study: Study, changes: dict[str, object], options: SearchOptions, wanted: str, given: str
+) -> None:
+    own = make_space(Wide(), 1, 0.5, samples=1000)
+    agree_on_space(study, own, [], SearchOptions())
+    other = make_space(override(Wide(), changes), 1, 0.5, samples=1000)
+    with pytest.raises(UserError) as caught:
+        space_of_version(study, other, options)
+    assert str(caught.value) == (
+        f"study s began with {wanted}, and this command has {given}: give {wanted}, or --new, or "
+        "another --name"
+    )
+
+
+def test_a_helper_with_other_settings_is_refused(study: Study) -> None:
+    agree_on_space(study, SPACE_OF_MINE, [], SearchOptions())
+    other = make_space(override(Mine(), {"train.clip": 1.0}), 1, 0.5, samples=1000)
+    with pytest.raises(UserError, match=r"with train.clip=none, and this command has train.cl"):
+        check_space(study, other, SearchOptions())
+
+
+def test_a_study_keeps_its_ranges(study: Study) -> None:
+    class Other(Wide):
+        search = {"width": Choice(8, 16, 32)}
+
+    agree_on_space(study, make_space(Wide(), 1, 0.5, samples=1000), [], SearchOptions())
+    for space, given in (
+        (make_space(Other(), 1, 0.5, samples=1000), r"Choice\(options=\(8, 16, 32\)\)"),
+        (SPACE_OF_MINE, "nothing"),
+    ):
+        wanted = r"search\['width'\]=Choice\(options=\(8, 16\)\)"
+        with pytest.raises(UserError, match=rf"{wanted}, and this command has .*={given}: give"):
+            space_of_version(study, space, SearchOptions())
+
+
+def test_a_study_continues_with_settings_that_change_no_result(study: Study) -> None:
+    agree_on_space(study, SPACE_OF_MINE, MAP, SearchOptions())
+    for key, value in (
+        ("train.log_every", 5),
+        ("train.checkpoints.keep", 3),
+        ("train.test", False),
+    ):
+        other = make_space(override(Mine(), {key: value}), 1, 0.5, samples=1000)
+        options = SearchOptions(trials=99, minutes=5.0, seeds=4, challengers=2, pruner="none")
+        space = space_of_version(study, other, options)
+        assert agree_on_space(study, space, [], options).batch_sizes == (32, 64)
+    # A setting that the file, or another version of RankZero, has in addition.
+    grown = type("Grown", (Mine,), {"__annotations__": {"width": int}, "width": 8})
+    space_of_version(study, make_space(grown(), 1, 0.5, samples=1000), SearchOptions())
+
+
+def test_a_study_of_an_older_version_stored_no_settings(study: Study) -> None:
+    agree_on_space(study, SPACE_OF_MINE, [], SearchOptions())
+    old = {name: value for name, value in study.facts[SPACE].items() if name != "settings"}
+    study.note(SPACE, old)
+    other = make_space(override(Mine(), {"lr": 0.01}), 1, 0.5, samples=1000)
+    assert agree_on_space(
+        study, space_of_version(study, other, SearchOptions()), [], SearchOptions()
+    )
+    # The index of a batch size would mean another one.
+    other = make_space(override(Mine(), {"train.batch_size": 96}), 1, 0.5, samples=1000)
+    with pytest.raises(UserError, match=r"batch sizes 1, 2, 4, 8, .* and this command the batch"):
+        agree_on_space(study, other, [], SearchOptions())
 
 
 def test_a_study_keeps_its_numbers_of_devices(study: Study) -> None:

@@ -7,7 +7,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rankzero import config
+from rankzero.config.renamed import with_new_names
 from rankzero.errors import UserError
+from rankzero.redaction.text import settings_without_secrets
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.probe import grid
 from rankzero.tuning.probe.grid import ProbeResult
@@ -17,6 +20,16 @@ from rankzero.tuning.study import Study
 SPACE = "space"
 """A fact of a study: the ranges that are drawn from."""
 _POLL_SECONDS = 0.5
+# Settings that a trial does not have as the user's own, or that change no result.
+_NOT_PART = {
+    "train.test",
+    "train.log_every",
+    "train.checkpoints.save_every",
+    "train.checkpoints.keep",
+    "train.mlflow.log_model",
+    "train.mlflow.log_pictures",
+    "train.limits.hang_minutes",
+}
 
 
 def space_of_version(study: Study, space: Space, options: SearchOptions) -> Space:
@@ -24,9 +37,10 @@ def space_of_version(study: Study, space: Space, options: SearchOptions) -> Spac
 
     A grid has only the ranges that the experiment's `search` names. One of an older version keeps
     all ranges, because its trials have them. It continues without settings of speed. Raises
-    UserError for other numbers of devices.
+    UserError for other numbers of devices, and for other settings than the study began with.
     """
     _check_devices(study, space)
+    _check_settings(study, space, options)
     if "speed" not in study.facts.get(SPACE, {"speed": {}}):
         return dataclasses.replace(space, knobs=())
     return asked_for(space) if options.sampler == "grid" else space
@@ -56,9 +70,11 @@ def agree_on_space(
             "speed": dict(space.speed),
             "devices": space.devices,
             "machines": space.machines,
+            "settings": _settings(space, options),
         }
         study.note(SPACE, fact)
     found, fact = _stored_space(study, space), study.facts[SPACE]
+    _check_sizes(study, found)
     if "speed" not in fact:
         # An older version had a narrower range of the learning rate. Helpers have this one, too.
         study.note(SPACE, {**fact, "signature": _signature(found, options)})
@@ -74,6 +90,8 @@ def check_space(study: Study, space: Space, options: SearchOptions) -> Space:
             "a study need the same experiment, settings, --nproc and --objective, and the same "
             "kind of device"
         )
+    # The leader may have stored them after this process began.
+    _check_settings(study, space, options)
     return found
 
 
@@ -97,6 +115,53 @@ def _check_devices(study: Study, space: Space) -> None:
             f"study {study.name} began with {wanted}, and this command has {given}: give "
             f"{wanted}, or --new"
         )
+
+
+def _check_sizes(study: Study, found: Space) -> None:
+    # Trials store the index of their batch size, so the stored list must stay.
+    fact = study.facts[SPACE]
+    wanted = _sizes_text(fact["batch_sizes"], fact["precisions"])
+    if wanted != (given := _sizes_text(found.batch_sizes, found.precisions)):
+        raise UserError(
+            f"study {study.name} searches {wanted}, and this command {given}: give the same "
+            "settings on the same kind of device, or --new"
+        )
+
+
+def _sizes_text(sizes: Sequence[int], precisions: Sequence[str]) -> str:
+    return f"the batch sizes {', '.join(map(str, sizes))} in {'/'.join(precisions)}"
+
+
+def _check_settings(study: Study, space: Space, options: SearchOptions) -> None:
+    # Older versions stored none.
+    if "settings" not in (fact := study.facts.get(SPACE, {})):
+        return
+    stored, own = with_new_names(fact["settings"]), _settings(space, options)
+    # A setting that only one of them has is new in the file, or in another version.
+    compared = (one for one in {**stored, **own} if one in stored.keys() & own or "[" in one)
+    differing = [one for one in compared if stored.get(one) != own.get(one)]
+    if differing:
+        wanted, given = (
+            ", ".join(f"{key}={of.get(key, 'nothing')}" for key in differing)
+            for of in (stored, own)
+        )
+        raise UserError(
+            f"study {study.name} began with {wanted}, and this command has {given}: give "
+            f"{wanted}, or --new, or another --name"
+        )
+
+
+def _settings(space: Space, options: SearchOptions) -> dict[str, str]:
+    """Return what must stay as long as a study is searched, as texts by name."""
+    rendered = settings_without_secrets(config.rendered(space.reference))
+    ranges = {**type(space.reference).search, **space.extras}
+    return {
+        "--objective": options.objective,
+        "--tolerance": str(options.tolerance),
+        "--trial-minutes": str(options.trial_minutes),
+        **{key: text for key, text in rendered.items() if key not in _NOT_PART},
+        **{f"search[{key!r}]": repr(range_) for key, range_ in ranges.items()},
+    }
 
 
 def options_of(devices: Sequence[int], machines: int) -> str:
