@@ -13,7 +13,25 @@ import psutil
 import pytest
 
 from rankzero.launch.agent import Topology
+from rankzero.run_store.folder import RunFolder
 from rankzero.tuning.trials.host_process import LocalHost
+from rankzero.tuning.trials.launcher import LaunchedTrial
+
+
+def test_a_frozen_host_is_given_up_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "t")
+    folder.path.mkdir()
+    with contextlib.closing(LocalHost(())) as host:
+        host.run(time.sleep, Topology(1), 100, folder.path, folder.path)  # type: ignore[arg-type]
+        os.kill(host._process.pid or 0, signal.SIGSTOP)
+        trial = LaunchedTrial(folder, host)
+        trial.kill("no sign of life")
+        assert not host.has_ended()
+        trial.give_up()
+        assert trial.has_ended and trial.was_lost
+        # The pool waits once more, and then asks for the trial's end.
+        assert wait(trial.handles, 0.0) == []
+        assert host.has_ended() and host.was_lost
 
 
 @pytest.mark.slow

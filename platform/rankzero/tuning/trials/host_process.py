@@ -80,6 +80,9 @@ class LocalHost:
 
     def has_ended(self, seconds: float = 0.0) -> bool:
         """Return whether the trial has ended, after at most `seconds`. True once for each trial."""
+        if self._pipe.closed:
+            self.was_lost = True
+            return True
         # A host that died ends the trial, too: its ranks end with it.
         if not self._pipe.poll(seconds):
             self.was_lost = not self._process.is_alive()
@@ -93,7 +96,8 @@ class LocalHost:
     @property
     def handles(self) -> list[Connection | int]:
         """Return what `multiprocessing.connection.wait` waits on for the trial's end."""
-        return [self._pipe, self._process.sentinel]
+        # Nobody can wait on a pipe that `close` has closed, as when a frozen host is given up.
+        return [] if self._pipe.closed else [self._pipe, self._process.sentinel]
 
     def signal(self, number: signal.Signals, written: Sequence[Path] = ()) -> None:
         """Send a signal to the trial that runs."""
