@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rankzero.experiment import Goal
+from rankzero.config import override
+from rankzero.experiment import Experiment, Goal, Train
 from rankzero.tuning.objective import Name, Objective
 
 ACCURACY, LOSS = Goal("val/accuracy", "max", target=0.9), Goal("val/loss", "min")
@@ -24,3 +25,13 @@ ACCURACY, LOSS = Goal("val/accuracy", "max", target=0.9), Goal("val/loss", "min"
 )
 def test_a_value_has_its_unit_and_its_sign(name: Name, goal: Goal, value: float, text: str) -> None:
     assert Objective(name, goal, goal.target).text(value) == text
+
+
+def test_the_best_metric_in_a_fixed_time_does_not_stop_at_the_target() -> None:
+    class Stops(Experiment):
+        train: Train = Train(limits=Train.Limits(stop_at_target=True))
+        goal: Goal = Goal("val/accuracy", "max", target=0.9)
+
+    changed = override(Stops(), Objective("quality", Stops().goal, None, 2.0).settings()).train
+    assert (changed.limits.max_minutes, changed.limits.stop_at_target) == (2.0, False)
+    assert Objective("throughput", Stops().goal, 0.9).settings() == {}
