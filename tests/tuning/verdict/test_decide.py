@@ -117,6 +117,27 @@ def test_a_challenger_that_is_only_as_good_does_not_win() -> None:
     assert "Nothing beats your own configuration" in sentence(found, GOAL, 0.97, 60.0)
 
 
+@pytest.mark.parametrize(
+    ("goal", "qualities", "noise"),
+    [
+        (Goal("val/accuracy", "max"), (0.90, 0.91, 0.92), "2.3% in val/accuracy"),
+        # In percent already, and a loss: no shares.
+        (Goal("val/accuracy", "max"), (90.0, 91.0, 92.0), "2.267 in val/accuracy"),
+        (Goal("val/loss", "min"), (3.0, 3.1, 3.2), "0.2267 in val/loss"),
+    ],
+)
+def test_the_noise_of_a_quality_has_the_unit_of_its_metric(
+    goal: Goal, qualities: tuple[float, ...], noise: str
+) -> None:
+    sign = -1 if goal.mode == "max" else 1
+    own = candidate(0, *(sign * one for one in qualities))
+    runs = [dataclasses.replace(run, quality=abs(run.value or 0.0)) for run in own.runs]
+    own = dataclasses.replace(own, runs=tuple(runs))
+    found = decide("quality", own, [dataclasses.replace(own, trial=1)])
+    text = sentence(found, goal, None, 60.0)
+    assert text.startswith(f"Nothing beats your own configuration beyond the noise of {noise}: ")
+
+
 def test_a_sure_gain_below_three_percent_does_not_win() -> None:
     found = decide(
         "time-to-target", candidate(0, 40.0, 40.0, 40.0), [candidate(1, 39.5, 39.5, 39.5)]

@@ -42,9 +42,8 @@ def sentence(
     confirmed = _confirmed(winner, disturbed)
     own = _performance(verdict.objective, reference, goal, target)
     if not verdict.beaten:
-        # Two seeds on a busy machine can give an interval of any width.
-        share = f"{verdict.noise:.0%}" if verdict.noise <= 10 else "more than 1000%"
-        noise = f" beyond the noise of {share}" if math.isfinite(verdict.noise) else ""
+        noise = f" beyond the noise of {_noise(verdict, goal)}"
+        noise = noise if math.isfinite(verdict.noise) else ""
         return (
             f"Nothing beats your own configuration{noise}: keep it. It {own}. {confirmed} {took}."
         )
@@ -83,6 +82,16 @@ def _most_often(
         f"{_quality(goal, target)} on every seed: {settings_text(winner.settings)} did on "
         f"{seeds}{own}{edge}"
     )
+
+
+def _noise(verdict: Verdict, goal: Goal) -> str:
+    noise = verdict.noise
+    if verdict.objective == "quality":
+        # A difference of metrics, and small next to them, whether they are shares or not.
+        values = [run.quality for run in verdict.reference.runs]
+        return f"{_number(goal, noise, median(values))} in {goal.metric}"
+    # Two seeds on a busy machine can give an interval of any width.
+    return f"{noise:.0%}" if noise <= 10 else "more than 1000%"
 
 
 def _confirmed(winner: Candidate, disturbed: int) -> str:
@@ -152,5 +161,11 @@ def _in_time(name: Name, candidate: Candidate) -> str:
 def _quality(goal: Goal, value: float | None) -> str:
     if value is None:
         return f"no {goal.metric}"
-    share = "accuracy" in goal.metric and 0 <= value <= 1
-    return f"{value:.1%} {goal.metric}" if share else f"{goal.metric} {shown(value)}"
+    text = _number(goal, value, value)
+    return f"{text} {goal.metric}" if text.endswith("%") else f"{goal.metric} {text}"
+
+
+def _number(goal: Goal, number: float, quality: float) -> str:
+    """Return a number in the unit of the goal's metric, which may be this `quality`."""
+    is_share = "accuracy" in goal.metric and 0 <= quality <= 1
+    return f"{number:.1%}" if is_share else shown(number)
