@@ -12,6 +12,7 @@ from rankzero import Choice, ConfigError, Experiment, Goal, Train, config
 from rankzero.errors import UserError
 from rankzero.tuning.trials import describe
 from rankzero.tuning.trials.describe import ExperimentDescription, mirrored
+from support.paths import FIXTURES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,3 +88,11 @@ def test_error_of_a_class_of_the_users_file_is_sent_as_one_that_all_processes_kn
     describe._child(writer, str(file), {}, 1, 1)
     answer = reader.recv()
     assert type(answer) is UserError and str(answer) == "download the weights first"
+
+
+def test_the_processor_is_named_where_it_trains() -> None:
+    import torch
+
+    found = describe._described(str(FIXTURES / "tiny.py"), {}, 1, 1)
+    assert bool(found.processor) is not torch.cuda.is_available()
+    assert found.processor.strip() == found.processor

@@ -265,6 +265,8 @@ def _key(reference: Experiment, described: ExperimentDescription, experiment_fil
         described.processes,
         described.device,
         described.driver,
+        described.cores,
+        described.processor,
         version("torch"),
         # An older version's map is of one machine.
         *([described.machines] if described.machines > 1 else ()),

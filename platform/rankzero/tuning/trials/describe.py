@@ -11,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import multiprocessing
+import platform
+import re
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -57,6 +59,8 @@ class ExperimentDescription:
     """Whether the model has convolutions over images."""
     batch_norm: bool = False
     """Whether the model normalizes over the samples of a forward."""
+    processor: str = ""
+    """The model of the machine's processor, which trains if there are no GPUs."""
 
 
 def describe(
@@ -187,6 +191,7 @@ def _described(
         loads=not in_memory(data, experiment.collate),
         images=any(parameter.dim() == 4 for parameter in model.parameters()),
         batch_norm=any(isinstance(part, norms) for part in model.modules()),
+        processor="" if torch.cuda.is_available() else _processor(),
     )
 
 
@@ -226,10 +231,20 @@ def _fast_precisions() -> tuple[str, ...]:
     if torch.cuda.is_available():
         major, _ = torch.cuda.get_device_capability(0)
         return ("fp32", "tf32", "bf16", "fp16") if major >= 8 else ("fp32", "fp16")
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return ("fp32",)
+    flags = _cpu_info()
     # AVX-512 BF16 and AMX multiply bf16 in hardware. Other processors emulate it, slowly.
     has_bf16 = "avx512_bf16" in flags or "amx_bf16" in flags
     return ("fp32", "bf16") if has_bf16 else ("fp32",)
+
+
+def _processor() -> str:
+    """Return the model of this machine's processor, or its architecture if nobody names it."""
+    found = re.search(r"^model name\s*:\s*(.+)$", _cpu_info(), re.MULTILINE)
+    return found[1] if found else platform.machine()
+
+
+def _cpu_info() -> str:
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
