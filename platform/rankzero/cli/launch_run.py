@@ -29,7 +29,7 @@ from rankzero.mlflow_store.patience import patience
 from rankzero.redaction.text import NOTIFY
 from rankzero.run_store import provenance
 from rankzero.run_store.folder import RunFolder
-from rankzero.telemetry.host import usable_cores
+from rankzero.telemetry.host import core_count
 from rankzero.tracking import delivery_status, notification
 
 # They are slow to import, and start no threads and no CUDA. So the server that workers are forked
@@ -114,7 +114,7 @@ def _launch(
     tags = provenance.record(folder.artifacts, sys.argv, folder.identity.experiment_file)
     tags |= plan.tags
     request = request_for(folder, plan.experiment, tags, resumes=plan.resumes, offline=plan.offline)
-    advice = DataWait(train.workers, plan.topology.processes, len(usable_cores()))
+    advice = DataWait(train.workers, plan.topology.processes, core_count())
     machines = plan.topology.machines
     first = True if machines.alone else None
     goal, shows = plan.experiment.goal, plan.shows_progress

@@ -6,8 +6,10 @@ A reading that a system cannot give (no network card, the folder is gone) is lef
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,39 @@ def usable_cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
+
+
+def core_count(root: Path = Path(os.sep)) -> int:
+    """Return how many cores' time this process may use, rounded up.
+
+    A container or a service may have a quota below the cores that it sees. More threads than that
+    wait for each other. `root`: the folder with ``proc`` and ``sys``.
+    """
+    return max(1, min([len(usable_cores()), *map(math.ceil, _quotas(root))]))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Yield the quotas of this process's control groups, in cores. Source: cgroups(7)."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        # Version 2 names no controllers, and has both numbers in one file.
+        top = root / ("sys/fs/cgroup/cpu" if controllers else "sys/fs/cgroup")
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+        here = top / group.lstrip("/")
+        # Each group above has a quota of its own.
+        for folder in (here, *here.parents):
+            if folder.is_relative_to(top):
+                with contextlib.suppress(OSError, ValueError):
+                    texts = " ".join((folder / name).read_text() for name in names)
+                    quota, period = map(int, texts.replace("max", "-1").split())
+                    if quota > 0 < period:
+                        yield quota / period
 
 
 class HostSampler:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rankzero.experiment import Experiment
-from rankzero.telemetry.host import usable_cores
+from rankzero.telemetry.host import core_count
 from rankzero.training import malloc, parameter_counts, rng, strategies
 from rankzero.training.data import processes, sets, stream
 from rankzero.training.data.order import BatchOrder
@@ -113,9 +113,7 @@ def _loader_factory(experiment: Experiment, world: World) -> Callable[[Any], Loa
         device=world.device,
         ranks=strategies.shards(train.strategy, world.size),
         seed=train.seed,
-        workers=processes.loader_workers(
-            train.workers, world.ranks.local_world_size, len(usable_cores())
-        ),
+        workers=processes.loader_workers(train.workers, world.ranks.local_world_size, core_count()),
         collate=experiment.collate,
     )
 

@@ -10,7 +10,7 @@ import torch
 
 from rankzero.errors import UserError
 from rankzero.ranks import Ranks
-from rankzero.telemetry.host import usable_cores
+from rankzero.telemetry.host import core_count
 from rankzero.training.distributed.world import World
 
 
@@ -44,7 +44,7 @@ def set_threads(ranks: Ranks) -> None:
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(max(1, int(os.environ["OMP_NUM_THREADS"])))
         return
-    cores = len(usable_cores())
+    cores = core_count()
     torch.set_num_threads(max(1, cores // ranks.local_world_size))
 
 

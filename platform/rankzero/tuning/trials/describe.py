@@ -23,7 +23,7 @@ from rankzero.errors import RunFailed, UserError
 from rankzero.experiment import Experiment, Train
 from rankzero.launch.request import with_changes
 from rankzero.search_ranges import Range
-from rankzero.telemetry.host import usable_cores
+from rankzero.telemetry.host import core_count
 
 _END_SECONDS = 10.0  # for the process that reads the file, after its answer
 _ENDLESS = 1 << 31  # samples of a stream of unknown length
@@ -167,7 +167,7 @@ def _described(
     strategy, gpus = experiment.train.strategy, torch.cuda.device_count()
     if processes is None:
         processes = strategies.processes(strategy, gpus // parallel)
-    cores = max(1, len(usable_cores()) // parallel)
+    cores = max(1, core_count() // parallel)
     _check_processes(experiment.train, (processes, *more), parallel, cores, machines)
     model, (data, validation) = experiment.model(), experiment.data()
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
