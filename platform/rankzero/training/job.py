@@ -73,8 +73,8 @@ class TrainingContext:
     """Returns a loader of another data set."""
     forward_timer: ForwardTimer
     frozen_parts: FrozenParts
-    beat: Callable[[], None] = lambda: None
-    """Reports progress to the watchdog."""
+    beat: Callable[..., None] = lambda *_: None
+    """Reports progress to the watchdog: ``Watchdog.beat``."""
     expect_slow_step: Callable[[], None] = lambda: None
     """Announces to the watchdog a step that compiles the model and starts data loaders."""
     model_tags: Mapping[str, str] = dataclasses.field(default_factory=dict)

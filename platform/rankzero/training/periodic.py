@@ -25,6 +25,8 @@ from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.optimization.joint_optimizer import parts_of
 from rankzero.training.stop import EvaluationInterrupted, StopCode, StopRequest
 
+_WAIT_SECONDS = 0.5
+
 
 class PeriodicActions:
     """The evaluations and checkpoints of one training, due at the same steps on every rank.
@@ -152,7 +154,26 @@ class PeriodicActions:
             found = [one for one in part.state.values() if isinstance(one, dict)]
             yield from (one for each in found for one in each.values() if isinstance(one, Tensor))
 
+    def _await_write(self) -> None:
+        """Wait until rank 0 can save again. Collective."""
+        # A slow disk may take longer than a rank may be silent. While it progresses, no rank hangs:
+        # neither rank 0, nor those that wait for it.
+        job, moved = self._job, -1
+        while True:
+            step = self._checkpoints.still_writing(_WAIT_SECONDS) if self._checkpoints else None
+            mine = [step is not None, self._checkpoints.bytes_moved() if self._checkpoints else 0]
+            found = torch.tensor(mine, dtype=torch.int64, device=job.world.device)
+            is_writing, now = job.world.sum(found).tolist()
+            if not is_writing:
+                break
+            if now != moved:
+                job.beat(f"the checkpoint of step {step} to be written" if step else "")
+            moved = now
+        if moved >= 0:
+            job.beat()
+
     def _save(self, metrics: Mapping[str, float], is_best: bool) -> None:
+        self._await_write()
         # Collective: every rank contributes its random state and its part of the model.
         content = state_dict(self._job, self._state)
         if self._checkpoints is None:

@@ -68,6 +68,21 @@ def test_a_hung_process_reports_where_and_ends(tmp_path: Path) -> None:
     assert "most recent call first" in stderr and "in step" in stderr
 
 
+def test_a_report_names_what_the_process_waited_for(tmp_path: Path) -> None:
+    code, failure, _ = watched(
+        tmp_path,
+        """
+        with watchdog.watching(), watchdog.training():
+            watchdog.beat()
+            watchdog.beat("the checkpoint of step 7 to be written")
+            time.sleep(100)
+        """,
+    )
+    assert code == -signal.SIGKILL and failure is not None
+    named = "rank 3 hung for 0 s, waiting for the checkpoint of step 7 to be written ("
+    assert str(failure["reason"]).startswith(named)
+
+
 def test_a_report_that_hangs_does_not_keep_the_process_alive(tmp_path: Path) -> None:
     code, _, stderr = watched(
         tmp_path,

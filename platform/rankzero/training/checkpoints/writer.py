@@ -6,11 +6,12 @@ would be resumed behind steps that nobody has logged.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ class Checkpoints:
         self._flush_journal, self._sync_journal, self._sync = flush_journal, sync_journal, sync
         self._folder = run_folder / "checkpoints"
         self._copier = HostCopier()
-        self._writer = ThreadPoolExecutor(1, "checkpoint", _lower_priority)
+        self._writer = ThreadPoolExecutor(1, "checkpoint", self._begin_thread)
+        self._thread_id = 0
         self._pending: Future[list[Event]] | None = None
         self._prepared: Future[None] | None = None
         self._is_hurried = threading.Event()
@@ -109,6 +111,24 @@ class Checkpoints:
         """Return the events of a write that has ended since the last call. Never waits."""
         return self.finish() if self._pending is not None and self._pending.done() else []
 
+    def still_writing(self, seconds: float) -> int | None:
+        """Wait for the current write, at most `seconds`. Return its step if it has not ended."""
+        if self._pending is None:
+            return None
+        begun = time.perf_counter()
+        wait([self._pending], seconds)
+        self.blocked_seconds += time.perf_counter() - begun
+        return None if self._pending.done() else self._last[1]
+
+    def bytes_moved(self) -> int:
+        """Return how much the thread has read and written. Linux only, else 0."""
+        # Not the size of the file: its checksum may take as long as its bytes.
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/self/task/{self._thread_id}/io").read_text()
+            read, written = (int(line.split()[1]) for line in text.splitlines()[:2])
+            return read + written
+        return 0
+
     def finish(self) -> list[Event]:
         """Wait for the current write, if any, and return its events."""
         if self._pending is None:
@@ -143,6 +163,11 @@ class Checkpoints:
         if self._error is None:
             return None
         return f"the checkpoint of step {self._last[1]} could not be written: {self._error}"
+
+    def _begin_thread(self) -> None:
+        # The lowest priority, because the training comes first. On Linux, each thread has its own.
+        self._thread_id = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, self._thread_id, 19)
 
     def _result(self) -> list[Event]:
         pending, self._pending, self._error = self._pending, None, None
@@ -252,9 +277,3 @@ def _is_of_the_disk(error: Exception | None) -> bool:
     return isinstance(error, OSError) or (
         type(error) is RuntimeError and any(text in str(error) for text in _WRITER_ERRORS)
     )
-
-
-def _lower_priority() -> None:
-    """Give this thread the lowest priority, because the training comes first."""
-    # On Linux, each thread has its own.
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -69,13 +69,17 @@ class Watchdog:
         self._local_processes = local_processes or {}
         self._waiting_in = tuple(waiting_in)
         self._last, self._beats = time.monotonic(), 0
-        self._phase = SETTING_UP
+        self._phase, self._waits_for = SETTING_UP, ""
         self._over = threading.Event()
 
-    def beat(self) -> None:
-        """Report progress. Costs a tenth of a microsecond."""
+    def beat(self, waits_for: str = "") -> None:
+        """Report progress. Costs a tenth of a microsecond.
+
+        `waits_for`: the next event, such as the end of a write, for the report of a hang.
+        """
         self._last = time.monotonic()
         self._beats += 1
+        self._waits_for = waits_for
 
     def expect_slow_step(self) -> None:
         """Allow the next step as long as the first."""
@@ -148,6 +152,8 @@ class Watchdog:
         is_peer = frame.f_code.co_filename.startswith(self._waiting_in)
         did = "waited for the others" if is_peer else "hung"
         reason = " ".join(f"rank {self._rank} {did} for {silent_seconds:.0f} s {phase}".split())
+        if self._waits_for:
+            reason += f", waiting for {self._waits_for}"
         place = place_of(stack)
         if place:
             reason += f" ({place})"
