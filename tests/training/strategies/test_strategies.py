@@ -136,6 +136,10 @@ CASES = [
             "train__ddp__bucket_mb": 1.0,
         },
     ),
+    Case("ddp-spare", {"blocks": True, "spare": "trained"}),
+    Case("ddp-spare-frozen", {"blocks": True, "spare": "frozen"}),
+    Case("ddp-spare-static", {**STATIC, "blocks": True, "spare": "trained"}),
+    Case("fsdp-spare", {"train__strategy": "fsdp", "blocks": True, "spare": "trained"}),
     Case("ddp-static", STATIC),
     Case("ddp-static-accumulated", {**STATIC, "train__micro_batch": 2}),
     Case("fsdp-bf16", {"train__strategy": "fsdp", "train__precision": "bf16"}),
@@ -352,6 +356,15 @@ def test_compiled_units_are_sharded_one_by_one(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_variants_have_the_losses_of_one_process(folder: Path, alone: Any, name: str) -> None:
     assert seen(folder, name)["losses"] == pytest.approx(alone()["losses"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["ddp-spare-frozen", "ddp-spare-static", "fsdp-spare"])
+def test_parameter_without_a_gradient_trains_as_the_error_advises(
+    folder: Path, alone: Any, name: str
+) -> None:
+    found = seen(folder, name)
+    assert "error" not in found, found["error"]
+    assert found["losses"] == pytest.approx(alone(blocks=True)["losses"], rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "tp"])
@@ -576,6 +589,7 @@ def shutil_copy(source: Path, target: Path) -> None:
         ("tp-compiled", "do not go together"),
         ("ddp-odd-metric", "measure()['text'] must be a 0-d tensor"),
         ("ddp-odd-loss", "measure()['loss'] must be a 0-d tensor"),
+        ("ddp-spare", "no gradient in the last step (spare.weight, spare.bias), and DDP waits"),
         ("ddp-diverged", "the parameters of rank 1 differ from rank 0's after step 4"),
     ],
 )

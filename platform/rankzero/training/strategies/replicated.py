@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -66,7 +67,18 @@ class Replicated:
         return contextlib.nullcontext()
 
     def forward_backward(self, how: MicroBatchStep, batch: Any) -> Metrics:
-        return how.forward_backward(self.replica, batch)
+        try:
+            return how.forward_backward(self.replica, batch)
+        except RuntimeError as error:
+            # DDP says so in the next forward, and advises a setting that RankZero does not have.
+            if "finished reduction in the prior iteration" not in str(error):
+                raise
+            names = ", ".join(_without_gradient(self.model, str(error)))
+            raise UserError(
+                f"a parameter got no gradient in the last step{names and f' ({names})'}, and DDP "
+                "waits for all of them: freeze it in model() with requires_grad_(False); set "
+                "train.ddp.static_graph=true if it never gets one; or use train.strategy=fsdp"
+            ) from error
 
     def forward_metrics(self, how: MicroBatchStep, batch: Any) -> Mapping[str, Any]:
         return how.forward(self.model, batch)
@@ -130,6 +142,13 @@ class Replicated:
         # A checkpoint of a sharded model has names instead of numbers.
         names = parameter_names.order(self.model, self.optimizer)
         self.optimizer.load_state_dict(parameter_names.by_number(saved["optimizer"], names))
+
+
+def _without_gradient(model: nn.Module, text: str) -> list[str]:
+    """Return the names of the parameters whose numbers are in DDP's error."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
+    return [trained[int(number)] for number in found[1].split()] if found else []
 
 
 def single(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
