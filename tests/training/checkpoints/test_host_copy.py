@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import io
+from typing import Any
 
 import numpy
 import pytest
@@ -33,6 +34,29 @@ def test_pending_copy_waits_for_every_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     assert host_copy.PendingCopy("state", host_copy.record_events(gpus)).wait() == "state"
     assert waited == ["of cuda:0", "of cuda:1"]
     assert host_copy.HostCopier().copy({"x": torch.zeros(1)}).arrived == []
+
+
+def test_copy_goes_to_ordinary_memory_if_none_can_be_locked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class OnGpu(torch.Tensor):
+        device = property(lambda self: torch.device("cuda", 0))  # type: ignore[assignment]
+
+    asked, make = [], torch.empty_like
+
+    def empty_like(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        asked.append(pin_memory)
+        if pin_memory:
+            raise torch.AcceleratorError("CUDA error: out of memory")
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    monkeypatch.setattr(host_copy, "record_events", list)
+    source = torch.arange(6.0).view(2, 3).t()
+    copied = host_copy.HostCopier().copy({"x": source.as_subclass(OnGpu)}).state["x"]
+    assert asked == [True, False]
+    assert torch.equal(copied.as_subclass(torch.Tensor), source)
+    assert copied.stride() == source.stride()
 
 
 class _Mode(str, enum.Enum):  # noqa: UP042 — its str() is not its value

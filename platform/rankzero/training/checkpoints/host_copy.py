@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import dataclasses
 import io
@@ -73,7 +74,7 @@ class HostCopier:
                 if kind is not None and self._spare[kind]:
                     buffer = self._spare[kind].pop()
                 else:
-                    buffer = torch.empty_like(source, device="cpu", pin_memory=on_gpu)
+                    buffer = _empty_on_host(source)
                 self._buffers[path] = buffer
             return buffer.copy_(source, non_blocking=on_gpu)
 
@@ -118,6 +119,14 @@ class HostCopier:
             # CUDA refuses where the host is short of memory. This memory goes before each buffer is
             # allocated when it is needed.
             self._pinned = None
+
+
+def _empty_on_host(source: Tensor) -> Tensor:
+    # CUDA refuses to lock pages where the host is short of them, and calls it "out of memory". The
+    # launcher would halve the micro-batch. A copy into other memory is slower.
+    with contextlib.suppress(RuntimeError):
+        return torch.empty_like(source, device="cpu", pin_memory=source.device.type == "cuda")
+    return torch.empty_like(source, device="cpu")
 
 
 def kind_of(tensor: Tensor) -> Kind | None:
