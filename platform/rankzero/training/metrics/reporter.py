@@ -54,7 +54,10 @@ class Reporter:
             self._columns = {name: [] for name in (*first, *metrics)}
         check_names(metrics.keys(), self._columns.keys())
         for name, column in self._columns.items():
-            column.append(metrics[name])
+            value = metrics[name]
+            # A view such as `logits[0, 0]` would keep all of the logits until the report.
+            is_part = value.untyped_storage().nbytes() > value.nbytes
+            column.append(value.clone() if is_part else value)
         self._data_wait += data_wait
         self._times.append(time.time())
 
