@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 from pathlib import Path
@@ -41,11 +42,11 @@ def check_gpus(processes: int) -> None:
 
 def set_threads(ranks: Ranks) -> None:
     """Give each of the node's ranks an equal share of the cores, or OMP_NUM_THREADS."""
-    if "OMP_NUM_THREADS" in os.environ:
-        torch.set_num_threads(max(1, int(os.environ["OMP_NUM_THREADS"])))
-        return
-    cores = core_count()
-    torch.set_num_threads(max(1, cores // ranks.local_world_size))
+    threads = core_count() // ranks.local_world_size
+    # OpenMP takes a list, "4,2", for nested levels, and ignores what is no number.
+    with contextlib.suppress(ValueError):
+        threads = int(os.environ.get("OMP_NUM_THREADS", "").split(",")[0])
+    torch.set_num_threads(max(1, threads))
 
 
 def gpu_uuids(ranks: Ranks, strategy: str) -> list[str]:

@@ -1,0 +1,40 @@
+"""The device of a rank, and its threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rankzero.ranks import Ranks
+from rankzero.telemetry.host import usable_cores
+from rankzero.training.distributed.device import set_threads
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("text", "count"), [("3", 3), ("5,2", 5), ("0", 1), (" 4 ", 4)])
+def test_number_of_threads_is_that_of_openmps_first_level(
+    monkeypatch: pytest.MonkeyPatch, text: str, count: int
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    set_threads(Ranks())
+    assert torch.get_num_threads() == count
+
+
+@pytest.mark.parametrize("text", [None, "", "all", ",2"])
+def test_ranks_share_the_cores_if_no_number_is_set(
+    monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if text is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", text)
+    torch.set_num_threads(7)
+    set_threads(Ranks(0, 1, local_rank=0, local_world_size=1))
+    assert torch.get_num_threads() == len(usable_cores())
