@@ -13,7 +13,7 @@ import pytest
 
 from rankzero import Choice, Experiment, Goal, Integer, Train
 from rankzero.errors import RunFailed, UserError
-from rankzero.tuning import next_trial
+from rankzero.tuning import members, next_trial
 from rankzero.tuning.next_trial import ended, guesses, upcoming
 from rankzero.tuning.options import PRUNERS, SAMPLERS, Sampler, SearchOptions
 from rankzero.tuning.reports.study_run import texts_of
@@ -771,6 +771,77 @@ def test_the_minutes_include_the_confirmation(tmp_path: Path) -> None:
     )
     assert len(study.trials()) > 5 and study.facts["confirmations"]
     assert 30 < study.facts["seconds"] <= 92
+
+
+def test_a_killed_search_has_kept_its_time(tmp_path: Path) -> None:
+    """SIGKILL leaves no moment to store anything. The facts are read in the middle of trainings."""
+    space, kept = make_space(Mine(), 1, 0.5, samples=1000), list[float]()
+    study = open_study(
+        f"journal:///{tmp_path / 's.log'}", "s", sampler="tpe", pruner="none", seed=0
+    )
+    study.draw_from(space.parameters())
+
+    def fate(_number: int, _experiment: Experiment) -> str:
+        kept.append(study.facts["seconds"] - launcher.seconds)
+        return ""
+
+    launcher, options = FakeLauncher(fate), SearchOptions(trials=5)
+    clock = lambda: launcher.seconds  # noqa: E731
+    Session(study, space, [launcher], options, lambda text: None, clock, 7.0).run(guesses(space))
+    own = study.trials()[0].facts["train_seconds"]
+    # Between two trainings the clock stands still. A trial's further seeds are part of it.
+    assert kept[0] == 7.0 and kept.count(7.0) > 10 and min(kept) > 7.0 - 3 * own
+    # A later start counts it, too.
+    later = SearchOptions(trials=None, minutes=study.facts["seconds"] / 60)
+    session = Session(study, space, [launcher], later, lambda text: None, clock)
+    assert not session._budget.allows_a_trial()
+
+
+def test_a_late_helper_counts_the_time_of_its_leader(tmp_path: Path) -> None:
+    space, launcher = make_space(Mine(), 1, 0.5, samples=1000), FakeLauncher()
+    storage, options = f"sqlite:///{tmp_path / 's.db'}", SearchOptions(trials=None, minutes=10.0)
+    leads, helps = (
+        open_study(storage, "s", sampler="tpe", pruner="none", seed=0) for _ in range(2)
+    )
+    for study in (leads, helps):
+        study.draw_from(space.parameters())
+    Session(leads, space, [launcher], SearchOptions(trials=1), lambda text: None).run()
+    # It joined early, and the leader kept its time since.
+    helper = Session(helps, space, [launcher], options, lambda text: None)
+    leads.note("seconds", 601.0)
+    helper.help(guesses(space))
+    assert len(helps.trials()) == 1
+    leads.note("seconds", 300.0)
+    assert helper._budget.allows_a_trial()
+
+
+def test_a_helper_starts_no_trial_while_its_leader_confirms(tmp_path: Path) -> None:
+    space, counts = make_space(Mine(), 1, 0.5, samples=1000), list[int]()
+    leads, helps, other = (
+        open_study(f"sqlite:///{tmp_path / 's.db'}", "s", sampler="tpe", pruner="none", seed=0)
+        for _ in range(3)
+    )
+    for study in (leads, helps):
+        study.draw_from(space.parameters())
+    options = SearchOptions(trials=30)
+
+    def fate(_number: int, experiment: Experiment) -> str:
+        if experiment.train.seed == 1000:
+            helper = Session(helps, space, [FakeLauncher()], options, lambda text: None)
+            helper.help(guesses(space))
+            counts.append(len(helps.trials()))
+        return ""
+
+    assert members.lead(leads)
+    Session(leads, space, [FakeLauncher(fate)], SearchOptions(trials=4), lambda text: None).run(
+        guesses(space)
+    )
+    assert counts and set(counts) == {4}
+    # Another leader may want more trials.
+    leads.members.close()
+    assert members.lead(other)
+    Session(helps, space, [FakeLauncher()], options, lambda text: None).help(guesses(space))
+    assert len(ended(helps.trials())) == 30
 
 
 class BadLuck(FakeLauncher):

@@ -40,11 +40,19 @@ class Budget:
         self._most_seconds = math.inf if options.minutes is None else 60 * options.minutes
         self._side_by_side = side_by_side
         self._clock, self._started = clock, clock()
-        self._spent = float(study.facts.get(SECONDS, 0.0)) + already_seconds
+        self._kept = float(study.facts.get(SECONDS, 0.0))
+        self._spent, self._follows = self._kept + already_seconds, False
+
+    def follow(self) -> None:
+        """Count the leader's time from now on, as a helper does: it may join late."""
+        self._follows = True
 
     @property
     def seconds(self) -> float:
         """Return the seconds of the search so far, those before an interruption included."""
+        if self._follows and (kept := float(self._study.facts.get(SECONDS, 0.0))) != self._kept:
+            # The leader keeps its time with each trial. In between, this process's clock counts.
+            self._kept, self._spent, self._started = kept, kept, self._clock()
         return self._spent + self._clock() - self._started
 
     def keep(self) -> None:

@@ -33,6 +33,8 @@ from rankzero.tuning.verdict.decide import LOOKS, Verdict, decide, second_look
 CONFIRMATIONS, DISTURBED, TARGET = "confirmations", "disturbed", "target"
 """Facts of a study: the confirmation runs, the seeds of those that were trained again because the
 machine's speed changed, and the quality that trials must reach."""
+_TRIALS_ENDED = "trials_ended"
+"""A fact of a study: the leader that starts no trials any more, and wants none of helpers."""
 _MOST_REPEATS = 50  # draws of known configurations in a row, before the space counts as exhausted
 _MOST_LOSSES = 2  # of a configuration's trial, or confirmation run, that is tried again
 _LOST = "lost"
@@ -67,6 +69,7 @@ class Session:
         self._guesses: Sequence[Mapping[str, Any]] = ()
         self._earlier: Sequence[Mapping[str, Any]] = ()
         self._repeats, self._losses = 0, Counter[str]()
+        self._helps = False
         self._checks = deque[TrialJob]()
         """Trainings on other seeds of trials that would be the best."""
 
@@ -83,14 +86,18 @@ class Session:
         self._guesses, self._earlier = guesses, earlier
         self._recover()
         try:
+            # Time that was spent counts also if nobody can store it at the end: SIGKILL.
+            self._budget.keep()
             self._train_reference()
             self._notify(self._budget.outlook())
             while True:
                 self._pool.run(self._next_job)
+                self._study.note(_TRIALS_ENDED, self._study.members.own_name)
                 self._await_helpers()
                 # A helper that died left its trial, so there may be one more to do.
                 if not self._allows_a_trial():
                     break
+                self._study.note(_TRIALS_ENDED, "")
             if (problem := self._budget.too_short()) is not None:
                 raise RunFailed(problem)
             self._confirm()
@@ -107,6 +114,8 @@ class Session:
     ) -> None:
         """Do trials of a study that another process leads and has trained the reference of."""
         self._guesses, self._earlier = guesses, earlier
+        self._helps = True
+        self._budget.follow()
         self._recover()
         self._pool.run(self._next_job)
 
@@ -173,7 +182,8 @@ class Session:
                 self._repeats = _MOST_REPEATS
                 return None
             number, parameters = self._study.ask(planned)
-            if self._budget.is_spent_before(number):
+            # Asked again now that the leader can see this trial: it waits, or it has ended them.
+            if self._budget.is_spent_before(number) or self._is_too_late():
                 self._abandon(number, "other processes had the last trials")
                 continue
             # The sampler may draw a known configuration again. Nothing is trained twice.
@@ -200,7 +210,15 @@ class Session:
         )
 
     def _allows_a_trial(self) -> bool:
+        if self._is_too_late():
+            return False
         return self._repeats < _MOST_REPEATS and self._budget.allows_a_trial()
+
+    def _is_too_late(self) -> bool:
+        """Return whether this process helps a leader that has ended the trials."""
+        # Another leader may continue a study, with more trials.
+        facts = self._study.facts if self._helps else {}
+        return bool(facts.get(_TRIALS_ENDED)) and facts[_TRIALS_ENDED] == facts.get(members.LEADER)
 
     def _trial_job(
         self, number: int, parameters: Mapping[str, Any], *, is_planned: bool
@@ -313,6 +331,7 @@ class Session:
         facts = follower.facts(result, experiment, self._label(number), devices)
         facts[next_trial.SEEDS] = seeds
         self._study.tell(number, result.state, result.value, result.constraints, facts)
+        self._keep_time()
         what = f"batch {facts['batch_size']}, {facts['precision']}, lr {facts['lr']:.2g}"
         what += f", {devices_text(devices)}" if len(self._space.devices) > 1 else ""
         line = f"trial {number:3}  {what:34} {result.state.lower():9}"
@@ -326,6 +345,11 @@ class Session:
         facts = {"run": self._label(number), "reason": reason, **(facts or {})}
         self._study.tell(number, "FAIL", None, {}, facts)
         self._study.abandon(number)
+
+    def _keep_time(self) -> None:
+        # A helper's time is part of the leader's.
+        if not self._helps:
+            self._budget.keep()
 
     def _label(self, number: int) -> str:
         return f"{self._study.name}-t{number:02d}"
@@ -427,6 +451,7 @@ class Session:
             members.require_lead(self._study)
             run = confirm.as_run(trial.number, seed, result, objective)
             self._study.note(CONFIRMATIONS, [*self._confirmations(), dataclasses.asdict(run)])
+            self._keep_time()
             value = "missed the quality" if run.value is None else objective.text(run.value)
             self._notify(f"confirm  trial {trial.number} on seed {seed}: {value}")
 
