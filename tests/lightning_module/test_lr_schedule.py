@@ -108,6 +108,21 @@ def test_every_result_form_of_configure_optimizers_is_read() -> None:
     )
 
 
+def test_a_scheduler_in_a_list_of_dicts_or_without_a_list_is_not_lost() -> None:
+    optimizer = made()
+    scheduler = lr_scheduler.StepLR(optimizer, 3)
+    each = {"scheduler": scheduler, "interval": "step"}
+    in_step, in_epoch = (optimizer, scheduler, "step", 1), (optimizer, scheduler, "epoch", 1)
+    assert optimizer_and_scheduler([{"optimizer": optimizer, "lr_scheduler": each}]) == in_step
+    assert optimizer_and_scheduler([{"optimizer": optimizer, "lr_scheduler": scheduler}]) == (
+        in_epoch
+    )
+    assert optimizer_and_scheduler(([optimizer], each)) == in_step
+    assert optimizer_and_scheduler(([optimizer], scheduler)) == in_epoch
+    assert optimizer_and_scheduler([[optimizer], scheduler]) == in_epoch
+    assert optimizer_and_scheduler(([optimizer], [])) == (optimizer, None, "step", 1)
+
+
 @pytest.mark.parametrize(
     ("found", "message"),
     [

@@ -82,16 +82,20 @@ class ReplayedScheduler:
 
 
 def _pair(found: Any) -> tuple[list[Any], list[Any]]:
-    # Lightning accepts an optimizer, a dict, a list of either, and a pair of lists.
+    # Lightning accepts an optimizer, a dict, a list of either, and a list with its schedulers. A
+    # single scheduler needs no list.
     if isinstance(found, Optimizer):
         return [found], []
     if isinstance(found, Mapping):
         return [found["optimizer"]], [found["lr_scheduler"]] if "lr_scheduler" in found else []
-    if isinstance(found, Sequence) and len(found) == 2 and isinstance(found[0], Sequence):
-        return list(found[0]), list(found[1])
-    if isinstance(found, Sequence) and found and isinstance(found[0], Mapping):
-        return [optimizer for one in found for optimizer in _pair(one)[0]], []
-    return (list(found), []) if isinstance(found, Sequence) else ([], [])
+    if not isinstance(found, Sequence):
+        return [], []
+    if len(found) == 2 and isinstance(found[0], Sequence):
+        optimizers, schedulers = found
+        several = isinstance(schedulers, Sequence)
+        return list(optimizers), list(schedulers) if several else [schedulers]
+    pairs = [_pair(one) for one in found]
+    return [one for pair in pairs for one in pair[0]], [one for pair in pairs for one in pair[1]]
 
 
 def _rebind(scheduler: Any, old: Optimizer, new: Optimizer) -> None:
