@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from rankzero import config
+from rankzero.errors import UserError
 from rankzero.lightning_module.experiment import adopt
 from support.training import Trainer, tiny
 
@@ -47,3 +49,18 @@ def test_a_module_knows_its_step_and_epoch(train: Trainer) -> None:
     assert list(trained.series("train/epoch").values()) == [0, 0, 0, 0, 1, 1, 1, 1]
     last = trained.totals.last_metrics
     assert (last["val/step"], last["val/epoch"]) == (8, 1)
+
+
+@pytest.mark.parametrize("file", ["lightning_mnist", "torch_utils", "lightning_mnist.model"])
+def test_a_hook_in_a_file_named_like_a_framework_is_refused(file: str) -> None:
+    def on_train_epoch_end(_: Any) -> None: ...
+
+    names = {"__module__": file, "on_train_epoch_end": on_train_epoch_end}
+    with pytest.raises(UserError, match="Mine defines on_train_epoch_end"):
+        adopt(type("Mine", (Module,), names), [], {"data": tiny().data})
+
+
+@pytest.mark.parametrize("file", ["torch.nn.modules", "lightning.pytorch.core", "lightning_fabric"])
+def test_a_hook_of_a_frameworks_own_class_is_not_refused(file: str) -> None:
+    base = type("Base", (Module,), {"__module__": file, "on_train_epoch_end": lambda _: None})
+    assert adopt(type("Mine", (base,), {}), [], {"data": tiny().data}).__name__ == "Mine"

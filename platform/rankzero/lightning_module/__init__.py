@@ -10,7 +10,7 @@ from typing import Any
 
 from rankzero.experiment import Experiment
 
-_LIGHTNING = ("lightning.pytorch", "pytorch_lightning")  # Lightning has two package names.
+_LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")  # Lightning has two package names.
 
 
 def experiments_in(module: ModuleType) -> dict[str, type[Experiment]]:

@@ -35,7 +35,7 @@ _HOOKS = {
     "transfer_batch_to_device",
 }
 _OTHER_STAGES = ("on_test_", "on_predict_")
-_FRAMEWORK = ("lightning", "pytorch_lightning", "torch")
+_FRAMEWORK = {"lightning", "lightning_fabric", "pytorch_lightning", "torch"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,11 +183,12 @@ def adopt(
 
 def _refuse_hooks(cls: type[Any]) -> None:
     """Raise UserError if a class defines hooks that RankZero's loop does not call."""
-    # Lightning's base classes define every hook, so only the classes of the user count.
+    # Lightning's base classes define every hook, so only the classes of the user count. Their file
+    # may be called lightning_mnist.py.
     own = {
         name
         for parent in cls.__mro__
-        if not parent.__module__.startswith(_FRAMEWORK)
+        if parent.__module__.partition(".")[0] not in _FRAMEWORK
         for name in vars(parent)
     }
     ignored = sorted(
