@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import DataLoader
+import pytest
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
+from rankzero.errors import UserError
 from rankzero.lightning_module import data
+
+SAMPLES: Any = [1, 2, 3, 4]
 
 
 class Hooks:
@@ -30,3 +34,43 @@ def test_a_validation_loader_that_is_set_on_the_object_counts() -> None:
     assert data.from_hooks(source).val is None
     source.val_dataloader = lambda: DataLoader([3])  # type: ignore[arg-type]
     assert data.from_hooks(source).val == [3]
+
+
+class Longest(BatchSampler):
+    """Stands for a batch sampler that buckets by length."""
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batch_sampler": Longest(SequentialSampler(SAMPLES), 2, False)}, "has a Longest"),
+        ({"batch_sampler": BatchSampler([3, 0], 2, False)}, "has a list"),
+        ({"sampler": [3, 0]}, "has a list"),
+        (
+            {"sampler": RandomSampler(SAMPLES, replacement=True)},
+            "has a RandomSampler that draws 4 of 4",
+        ),
+        ({"sampler": RandomSampler(SAMPLES, num_samples=2)}, r"has a \w+ that draws 2 of 4"),
+        ({"sampler": SequentialSampler([0, 1])}, r"has a \w+ that draws 2 of 4"),
+        ({"batch_size": None}, "has batch_size=None"),
+    ],
+)
+def test_a_loader_whose_order_would_be_lost_is_refused(options: Any, says: str) -> None:
+    source: Any = Hooks()
+    source.train_dataloader = lambda: DataLoader(SAMPLES, **options)
+    with pytest.raises(UserError, match=f"Hooks.train_dataloader {says}"):
+        data.from_hooks(source)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shuffle": True},
+        {"sampler": RandomSampler(SAMPLES, num_samples=4)},
+        {"batch_sampler": BatchSampler(RandomSampler(SAMPLES), 2, True)},
+    ],
+)
+def test_a_loader_that_shuffles_gives_its_data_set(options: Any) -> None:
+    source: Any = Hooks()
+    source.train_dataloader = lambda: DataLoader(SAMPLES, **options)
+    assert data.from_hooks(source).train == SAMPLES

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     IterableDataset,
     RandomSampler,
@@ -77,12 +78,36 @@ def _loader(source: Any, name: str) -> DataLoader[Any]:
     if isinstance(found.dataset, IterableDataset):
         why = "an IterableDataset has no order that can be resumed"
         raise UserError(f"{where}: {why}; use a map-style data set")
-    if type(found.sampler) not in (RandomSampler, SequentialSampler):
-        raise UserError(
-            f"{where} has a {type(found.sampler).__name__}: RankZero draws the order of each epoch "
-            "itself; let the data set do what the sampler does"
-        )
+    _refuse_own_order(found, where)
     return found
+
+
+def _refuse_own_order(loader: DataLoader[Any], where: str) -> None:
+    """Raise UserError if a loader's batches differ from those that RankZero draws instead."""
+    draws = "RankZero draws the order of each epoch itself"
+    if loader.batch_sampler is None:
+        raise UserError(
+            f"{where} has batch_size=None: RankZero makes the batches itself; let the data set "
+            "return single samples, and pass a batch size"
+        )
+    if type(loader.batch_sampler) is not BatchSampler:
+        raise UserError(
+            f"{where} has a {type(loader.batch_sampler).__name__}: {draws}; pass batch_size instead"
+        )
+    # A loader with a batch sampler of the user's has a default sampler that does nothing.
+    sampler: Any = loader.batch_sampler.sampler
+    if type(sampler) not in (RandomSampler, SequentialSampler):
+        raise UserError(
+            f"{where} has a {type(sampler).__name__}: {draws}; let the data set do what the "
+            "sampler does"
+        )
+    count, samples = len(sampler), len(loader.dataset)  # type: ignore[arg-type]
+    if getattr(sampler, "replacement", False) or count != samples:
+        raise UserError(
+            f"{where} has a {type(sampler).__name__} that draws {count} of {samples} samples, or "
+            f"some of them twice: {draws}, with each sample once; let the data set do what the "
+            "sampler does"
+        )
 
 
 @contextlib.contextmanager
