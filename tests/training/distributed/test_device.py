@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rankzero.ranks import Ranks
-from rankzero.telemetry.host import usable_cores
+from rankzero.telemetry.host import core_count
 from rankzero.training.distributed.device import set_threads
 
 
@@ -37,4 +37,4 @@ def test_ranks_share_the_cores_if_no_number_is_set(
         monkeypatch.setenv("OMP_NUM_THREADS", text)
     torch.set_num_threads(7)
     set_threads(Ranks(0, 1, local_rank=0, local_world_size=1))
-    assert torch.get_num_threads() == len(usable_cores())
+    assert torch.get_num_threads() == core_count()
