@@ -24,6 +24,8 @@ from rankzero.training.metrics.window import (
 from rankzero.training.optimization.optimizers import learning_rates
 from rankzero.training.stop import LONGEST_WINDOW, StopCode, next_interval
 
+_LARGE = 1 << 16  # bytes; a window of a thousand steps may keep as much of each metric
+
 
 class Reporter:
     """Collects steps in windows of about a second, and reports each window.
@@ -56,8 +58,8 @@ class Reporter:
         for name, column in self._columns.items():
             value = metrics[name]
             # A view such as `logits[0, 0]` would keep all of the logits until the report.
-            is_part = value.untyped_storage().nbytes() > value.nbytes
-            column.append(value.clone() if is_part else value)
+            is_large = value.untyped_storage().nbytes() > max(_LARGE, value.nbytes)
+            column.append(value.clone() if is_large else value)
         self._data_wait += data_wait
         self._times.append(time.time())
 
