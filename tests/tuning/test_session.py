@@ -844,6 +844,28 @@ def test_a_helper_starts_no_trial_while_its_leader_confirms(tmp_path: Path) -> N
     assert len(ended(helps.trials())) == 30
 
 
+class OwnTarget(Mine):
+    """Its target is its own best, and all that a search can choose changes nothing."""
+
+    goal: Goal = Goal("val/accuracy", "max")
+    width: int = 1
+    search = {"train.batch_size": Choice(32), "lr": Choice(0.03), "width": Integer(1, 8)}
+
+
+class LuckyReference(FakeLauncher):
+    """The reference was lucky on its first seed, and on one of three later ones."""
+
+    def quality(self, experiment: Experiment, samples: float) -> float:
+        is_own = isinstance(experiment, OwnTarget) and experiment.width == 1
+        change = -0.1 if is_own and experiment.train.seed in (1000, 1002) else 0.01
+        return super().quality(experiment, samples) + change * (experiment.train.seed > 0)
+
+
+def test_nothing_beats_a_reference_for_missing_its_own_target(search: Searcher) -> None:
+    found, _, _, _ = search(LuckyReference(), OwnTarget(), trials=4)
+    assert found.reference.share == pytest.approx(1 / 3) and not found.beaten
+
+
 class BadLuck(FakeLauncher):
     """The user's own configuration takes longer, and others miss the target on some new seeds."""
 

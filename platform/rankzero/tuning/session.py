@@ -105,7 +105,7 @@ class Session:
             # Also after Ctrl-C: the time that was spent counts when the search resumes.
             self._budget.keep()
         found = confirm.candidates_of(self._study.trials(), self._space, self.sound_confirmations())
-        return decide(self._objective.name, *found)
+        return decide(self._objective.name, *found, is_own_target=self._is_own_target)
 
     def help(
         self,
@@ -129,6 +129,12 @@ class Session:
         goal, options = self._space.reference.goal, self._options
         target = self._study.facts.get(TARGET, goal.target)
         return Objective(options.objective, goal, target, options.trial_minutes)
+
+    @property
+    def _is_own_target(self) -> bool:
+        """Return whether the quality to reach is what the reference reached on its first seed."""
+        name, goal = self._options.objective, self._space.reference.goal
+        return name != "quality" and (name not in TO_TARGET or goal.target is None)
 
     # -- the reference
 
@@ -395,7 +401,8 @@ class Session:
         ]
         trials = self._study.trials()
         candidates = confirm.candidates_of(trials, self._space, stored)
-        found = second_look(self._objective.name, *candidates)
+        own = self._is_own_target
+        found = second_look(self._objective.name, *candidates, is_own_target=own)
         all_of_them = [trials[one.trial] for one in found]
         # A challenger's own runs show whether it is reliable. Those of a slow reference take many
         # times as long.

@@ -282,6 +282,46 @@ def test_two_looks_find_few_wrong_winners(misses: float, won: float) -> None:
     assert sum(is_won for is_won, _ in found) / 2000 <= won
 
 
+@pytest.mark.parametrize("below", [0.0, 1.0])
+def test_a_target_that_is_the_references_own_finds_few_wrong_winners(below: float) -> None:
+    """Four equal configurations, the first of which set the target on a seed of its own.
+
+    `below`: the target is so many standard deviations of the best qualities below that.
+    """
+    draw, wrong, wrong_before = random.Random(5), 0, 0
+    for _ in range(1000):
+        target = draw.gauss(0, 1) - below
+
+        def runs(target: float = target) -> list[float | None]:
+            times = (40.0 * draw.lognormvariate(0.0, 0.1) for _ in range(3))
+            return [time if draw.gauss(0, 1) >= target else None for time in times]
+
+        found = [missing(trial, *runs(), lost=100.0) for trial in range(4)]
+        wrong_before += decide("time-to-target", found[0], found[1:]).beaten
+        again = second_look("time-to-target", found[0], found[1:], is_own_target=True)
+        for one in [found[0], *again] if again else []:
+            more = [run.value for run in one.runs] + runs()
+            found[one.trial] = missing(one.trial, *more, lost=100.0)
+        wrong += decide("time-to-target", found[0], found[1:], is_own_target=True).beaten
+    assert wrong / 1000 <= 0.05
+    # A target of the user's own is another matter: the reference shows that it misses it.
+    assert wrong_before / 1000 > 0.1
+
+
+def test_a_reference_that_misses_its_own_target_is_compared_where_it_reached_it() -> None:
+    reference = missing(0, 40.0, None, None, lost=100.0)
+    equal, fast = candidate(1, 39.0, 40.0, 41.0), candidate(2, 5.0, 5.5, 6.0)
+    assert decide("time-to-target", reference, [equal]).beaten
+    found = decide("time-to-target", reference, [equal], is_own_target=True)
+    assert not found.beaten and found.winner is reference
+    assert sentence(found, GOAL, 0.97, 60.0, (1, 0.98)).startswith("Nothing beats your own")
+    found = decide("time-to-target", reference, [equal, fast], is_own_target=True)
+    assert found.beaten and found.winner is fast and found.gain is not None
+    never, twice = missing(0, None, None, None, lost=100.0), missing(3, 5.0, 6.0, None, lost=9.0)
+    assert decide("time-to-target", never, [equal], is_own_target=True).beaten
+    assert not decide("time-to-target", never, [twice], is_own_target=True).beaten
+
+
 def test_two_looks_find_more_winners() -> None:
     draw = random.Random(3)
 

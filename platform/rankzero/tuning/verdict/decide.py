@@ -74,14 +74,6 @@ class Candidate:
         return len(self.values) / max(1, len(self.runs))
 
     @property
-    def can_be_beaten(self) -> bool:
-        """Return whether most runs reached the quality, so that there is something to test.
-
-        Their `costs` may be unknown: a crash has none, and neither has a speed.
-        """
-        return self.share > 0.5
-
-    @property
     def costs(self) -> list[float]:
         """Return what each run costs until the quality is reached, or nothing. As `costs_of`."""
         return costs_of(self.runs)
@@ -126,11 +118,17 @@ class Verdict:
     """The challenger that `gain` belongs to."""
 
 
-def decide(objective: Name, reference: Candidate, challengers: Sequence[Candidate]) -> Verdict:
+def decide(
+    objective: Name,
+    reference: Candidate,
+    challengers: Sequence[Candidate],
+    *,
+    is_own_target: bool = False,
+) -> Verdict:
     """Choose among confirmed candidates. A challenger without `costs` is out.
 
     If all of them are, and the reference missed the quality once, the one that reached it on most
-    seeds is left.
+    seeds is left. `is_own_target`: the quality is what the reference reached on its first seed.
     """
     able = [one for one in challengers if one.costs]
     if not able and not reference.reached and objective != "quality":
@@ -138,8 +136,9 @@ def decide(objective: Name, reference: Candidate, challengers: Sequence[Candidat
     scale = _Scale(objective, [reference, *able], sure=1 - 0.05 / LOOKS / max(1, len(able)))
     fastest = min(able, key=scale.mean, default=reference)
     own = scale.mean(reference)
-    better = [one for one in able if _beats(one, reference, scale)]
-    rivals = better or [*able, *([reference] if reference.can_be_beaten else [])]
+    better = [one for one in able if _beats(one, reference, scale, is_own_target)]
+    is_tested = _is_tested(reference, is_own_target)
+    rivals = better or [*able, *([reference] if is_tested else [])]
     best = min(rivals, key=scale.mean, default=reference)
     region = [
         one for one in better or able if scale.mean(one) <= scale.mean(best) + scale.near(one, best)
@@ -154,7 +153,7 @@ def decide(objective: Name, reference: Candidate, challengers: Sequence[Candidat
         region=tuple(sorted(one.trial for one in (region if better else [*region, reference]))),
         noise=_gain(objective, scale.floor(reference, nearest)) - _gain(objective, 0.0),
     )
-    if not able or not reference.can_be_beaten:
+    if not able or not is_tested:
         return verdict
     # On other numbers of devices, one may be slower because it was chosen for its cost.
     alike = [one for one in able if one.devices == nearest.devices]
@@ -168,12 +167,21 @@ def decide(objective: Name, reference: Candidate, challengers: Sequence[Candidat
     )
 
 
-def _beats(one: Candidate, reference: Candidate, scale: _Scale) -> bool:
+def _is_tested(reference: Candidate, is_own_target: bool) -> bool:
+    """Return whether the reference reaches the quality often enough to be compared with.
+
+    The `costs` of its runs may be unknown: a crash has none, and neither has a speed. A quality
+    that it reached on one seed is one that it misses on half of the others. See decision 70.
+    """
+    return reference.share > 0.5 or (is_own_target and bool(reference.values))
+
+
+def _beats(one: Candidate, reference: Candidate, scale: _Scale, is_own_target: bool) -> bool:
     """Return whether a challenger is surely better, or reaches what the reference does not."""
     apart = scale.mean(reference) - scale.mean(one)
-    if reference.can_be_beaten:
+    if _is_tested(reference, is_own_target):
         return apart > scale.floor(reference, one)
-    if one.reached or one.share > reference.share:
+    if one.reached or (one.share > reference.share and not is_own_target):
         return True
     return one.share == reference.share and apart >= 0
 
@@ -200,13 +208,18 @@ def detectable(noise: float, seeds: int, challengers: int) -> float:
 
 
 def second_look(
-    objective: Name, reference: Candidate, challengers: Sequence[Candidate]
+    objective: Name,
+    reference: Candidate,
+    challengers: Sequence[Candidate],
+    *,
+    is_own_target: bool = False,
 ) -> list[Candidate]:
     """Return the challengers that more seeds may show to be better, the most promising first.
 
-    The nearest is enough of the reliable ones. A clear verdict needs none.
+    The nearest is enough of the reliable ones. A clear verdict needs none. As `decide`.
     """
-    if not reference.can_be_beaten or decide(objective, reference, challengers).beaten:
+    first = decide(objective, reference, challengers, is_own_target=is_own_target)
+    if first.beaten or not _is_tested(reference, is_own_target):
         return []
     able = list[tuple[Candidate, Candidate]]()
     for one in challengers:

@@ -36,7 +36,8 @@ def sentence(
             f"No configuration was trained up to its first evaluation. {took}. The trials have the "
             "reasons."
         )
-    if closest is not None and not winner.costs and verdict.objective != "quality":
+    # Without a region, nobody reached the quality often enough to be compared.
+    if closest is not None and not winner.costs and not verdict.region:
         found = _most_often(verdict, goal, target, edges, closest)
         return f"No configuration reached {found}. {took}. Train longer, or lower the target."
     confirmed = _confirmed(winner, disturbed)
