@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
-from rankzero import config
+from rankzero import Train, config
 from rankzero.errors import UserError
 from rankzero.lightning_module.experiment import adopt
+from rankzero.lightning_module.steps_and_log import TrainerStub
 from support.training import Trainer, tiny
 
 
@@ -49,6 +50,48 @@ def test_a_module_knows_its_step_and_epoch(train: Trainer) -> None:
     assert list(trained.series("train/epoch").values()) == [0, 0, 0, 0, 1, 1, 1, 1]
     last = trained.totals.last_metrics
     assert (last["val/step"], last["val/epoch"]) == (8, 1)
+
+
+class Indexed(Module):
+    """Keeps the index of each batch, and what an epoch has."""
+
+    seen: ClassVar[list[tuple[str, int]]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(("train" if self.training else "val", batch_idx))
+        assert batch_idx < self.trainer.num_training_batches or not self.training
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("micro_batch", "per_epoch"), [(50, 4), (25, 8)])
+def test_the_batch_index_counts_within_an_epoch_and_an_evaluation(
+    train: Trainer, micro_batch: int, per_epoch: int
+) -> None:
+    Indexed.seen.clear()
+    experiment = adopt(Indexed, [], {"data": tiny().data})
+    settings = {
+        "train.batch_size": 50,
+        "train.micro_batch": micro_batch,
+        "train.eval_batch": 10,
+        "train.epochs": 2,
+        "train.mlflow.log_pictures": False,
+    }
+    train(config.override(experiment(), settings))
+    indices = {kind: [i for one, i in Indexed.seen if one == kind] for kind in ("train", "val")}
+    assert indices["train"] == [*range(per_epoch)] * 2
+    # The check for values that are no means runs the last batch again.
+    count = len(tiny().data()[1]) // 10
+    assert indices["val"][:count] == [*range(count)] and indices["val"].count(0) == 2
+
+
+def test_the_stub_of_the_trainer_counts_batches_as_lightning_does() -> None:
+    train = Train(batch_size=40, micro_batch=10, epochs=3, drop_last=False)
+    stub = TrainerStub(train, 95)
+    # Two steps of four batches, and one of two: of 10 and 5 samples.
+    assert (stub.steps_per_epoch, stub.num_training_batches) == (3, 10)
+    assert (stub.accumulate_grad_batches, stub.max_steps, stub.max_epochs) == (4, 9, 3)
+    whole = TrainerStub(Train(batch_size=40, epochs=3, drop_last=True), 95)
+    assert (whole.accumulate_grad_batches, whole.num_training_batches) == (1, 2)
 
 
 @pytest.mark.parametrize("file", ["lightning_mnist", "torch_utils", "lightning_mnist.model"])

@@ -56,6 +56,20 @@ class _Fit:
     scheduler: ReplayedScheduler | None = None
     steps_per_change: int = 1
     """Optimizer steps between two steps of the scheduler."""
+    at: Progress | None = None
+    """Of the last forward."""
+    forwards: int = 0
+    """Before the last one, in its step or its evaluation."""
+
+    def see(self, at: Progress) -> None:
+        """Tell the module the place of the next forward, with its `batch_idx`."""
+        # Each step and each evaluation has a `Progress` of its own.
+        self.forwards = self.forwards + 1 if at is self.at else 0
+        self.at, trainer = at, self.trainer
+        trainer.global_step, trainer.current_epoch = at.step, at.epoch
+        # A resume may begin inside an epoch, so the step tells how many batches were before.
+        before = at.step % trainer.steps_per_epoch * trainer.accumulate_grad_batches
+        trainer.batch_index = self.forwards + (before if at.training else 0)
 
 
 class _LightningExperiment(Experiment):
@@ -79,8 +93,7 @@ class _LightningExperiment(Experiment):
 
     def measure(self, model: nn.Module, batch: Any, at: Progress) -> Any:
         # The module has no other way to learn the step.
-        trainer = self._fit.trainer
-        trainer.global_step, trainer.current_epoch = at.step, at.epoch
+        self._fit.see(at)
         return model(batch)
 
     def optimizer(self, model: Any) -> Any:
@@ -92,7 +105,7 @@ class _LightningExperiment(Experiment):
                 raise UserError(f"configure_optimizers has a scheduler: {fix}")
             self._fit.scheduler = ReplayedScheduler(optimizer, scheduler)
             # Lightning's default interval is an epoch, RankZero's loop counts steps.
-            epoch = self._fit.trainer.num_training_batches
+            epoch = self._fit.trainer.steps_per_epoch
             self._fit.steps_per_change = frequency * (epoch if interval == "epoch" else 1)
         # A scheduler's constructor sets the rates of its first step, and keeps the old ones here.
         for group in optimizer.param_groups:

@@ -32,18 +32,24 @@ class TrainerStub:
     sanity_checking = fast_dev_run = False
     logger = progress_bar_callback = None
     loggers: tuple[Any, ...] = ()
-    accumulate_grad_batches = 1
 
     def __init__(self, train: Train, samples: int, datamodule: Any = None) -> None:
         self.datamodule = datamodule
-        # The experiment's `measure` sets the steps and the epoch, the module's forward `training`.
-        self.global_step, self.current_epoch, self.training = 0, 0, True
-        rest = 0 if train.drop_last else samples % train.batch_size
-        self.num_training_batches = max(1, samples // train.batch_size + (rest > 0))
-        steps = train.steps or (train.epochs or 0) * self.num_training_batches
-        self.estimated_stepping_batches = self.max_steps = steps
-        self.max_epochs = -(-steps // self.num_training_batches)
+        # The experiment's `measure` sets these, the module's forward `training`.
+        self.global_step, self.current_epoch, self.batch_index = 0, 0, 0
+        self.training = True
         mine = ranks.detect()
+        # A batch of Lightning's is what one forward of a rank gets.
+        share = (train.micro_batch or train.batch_size) * mine.world_size
+        self.accumulate_grad_batches = max(1, train.batch_size // share)
+        whole, rest = divmod(samples, train.batch_size)
+        rest = 0 if train.drop_last else rest
+        self.steps_per_epoch = max(1, whole + (rest > 0))
+        shorter = -(-rest * self.accumulate_grad_batches // train.batch_size)
+        self.num_training_batches = max(1, whole * self.accumulate_grad_batches + shorter)
+        steps = train.steps or (train.epochs or 0) * self.steps_per_epoch
+        self.estimated_stepping_batches = self.max_steps = steps
+        self.max_epochs = -(-steps // self.steps_per_epoch)
         self.global_rank, self.is_global_zero = mine.rank, mine.first
         self.local_rank, self.world_size = mine.local_rank, mine.world_size
 
@@ -89,8 +95,7 @@ class LightningSteps(nn.Module):
         self._logged.clear()
         trainer = self.trainer
         trainer.training = self.training
-        index = trainer.global_step % trainer.num_training_batches
-        result = self._steps[self.training](batch, index)
+        result = self._steps[self.training](batch, trainer.batch_index)
         return metrics_of(result, self._logged, training=self.training)
 
     def _keep(self, name: str, value: Any, *_: Any, **__: Any) -> None:
