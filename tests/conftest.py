@@ -2,7 +2,10 @@
 
 import gc
 import importlib.util
+import os
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -21,6 +24,12 @@ if importlib.util.find_spec("xdist"):  # the environments of the frameworks have
 
 settings.register_profile("patient", deadline=None)  # a busy machine is no failure
 settings.load_profile("patient")
+
+# Tests write a gigabyte of small files, and sync each. On a disk, three processes wait for each
+# other. No test depends on what a sync does: those of power cuts simulate the disk.
+MEMORY, ENOUGH_BYTES = Path("/dev/shm"), 4e9
+if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ENOUGH_BYTES:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 # A script's background jobs start with SIGINT ignored, jobs under nohup with SIGHUP ignored.
 # The processes of tests would inherit that. A handler here is not inherited: they start with the
