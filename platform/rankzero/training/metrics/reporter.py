@@ -38,6 +38,8 @@ class Reporter:
         # Each metric's values since the last report: 0-d, and [2] or [2, n] of a `Ratio`. They stay
         # on the device.
         self._columns: dict[str, list[Tensor]] = {}
+        self._count, self._views = 0, set[str]()
+        """Metrics such as `logits[0, 0]`, which would keep all of the logits until the report."""
         self._is_compared = False
         # The first window is one step: nobody knows yet how long a step takes.
         self._interval = 1
@@ -54,12 +56,21 @@ class Reporter:
             # Each turn has a loss of its own.
             first = () if self._job.experiment.turns else ("loss",)
             self._columns = {name: [] for name in (*first, *metrics)}
-        check_names(metrics.keys(), self._columns.keys())
-        for name, column in self._columns.items():
-            value = metrics[name]
-            # A view such as `logits[0, 0]` would keep all of the logits until the report.
-            is_large = value.untyped_storage().nbytes() > max(_LARGE, value.nbytes)
-            column.append(value.clone() if is_large else value)
+            self._count = len(self._columns)
+            self._views = {
+                name
+                for name, value in metrics.items()
+                if value.untyped_storage().nbytes() > max(_LARGE, value.nbytes)
+            }
+        try:
+            for name, column in self._columns.items():
+                value = metrics[name]
+                column.append(value.clone() if name in self._views else value)
+            is_same = len(metrics) == self._count
+        except KeyError:
+            is_same = False
+        if not is_same:
+            check_names(metrics.keys(), self._columns.keys())
         self._data_wait += data_wait
         self._times.append(time.time())
 
