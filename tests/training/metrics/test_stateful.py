@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
 from rankzero.errors import UserError
 from rankzero.ranks import Ranks
@@ -51,6 +52,41 @@ def test_update_gets_all_samples_at_once() -> None:
 def test_wrong_arguments_are_refused(args: Any, says: str) -> None:
     with pytest.raises(UserError, match=re.escape(says)):
         StatefulMetrics({"one": Seen()}, ALONE, 1).update({"one": args}, 2)
+
+
+class OnGpu(Tensor):
+    """A tensor that says it is on a GPU, until it is moved."""
+
+    device = property(lambda self: torch.device("cuda", 0))  # type: ignore[assignment]
+    picked: ClassVar[list[Any]] = []
+
+    def to(self, device: torch.device) -> Tensor:  # type: ignore[override]
+        assert device.type == "cpu"
+        return self.as_subclass(Tensor)
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        self.picked.append(rows)
+        return super().__getitem__(rows)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_update_gets_all_ranks_samples_where_measure_left_them(rank: int) -> None:
+    class Two(World):
+        def gather(self, values: Tensor) -> Tensor:
+            return torch.stack([values, values]).as_subclass(OnGpu)
+
+        def share(self, value: Any, source: int = 0) -> Any:
+            del source
+            return value
+
+    OnGpu.picked.clear()
+    one = Seen()
+    metrics = StatefulMetrics({"one": one}, Two(Ranks(rank, 2), torch.device("cpu")), 2)
+    metrics.update({"one": (torch.tensor([1.0, 2.0]),)}, 2)
+    metrics.compute([2, 2], 0)
+    assert not OnGpu.picked, "the rows of all ranks, where they were gathered"
+    updates = [[args.tolist(), args.device.type] for (args,) in one.updates]
+    assert updates == ([[[1.0, 1.0, 2.0, 2.0], "cpu"]] if rank == 0 else [])
 
 
 def test_missing_arguments_are_refused() -> None:

@@ -90,7 +90,10 @@ class StatefulMetrics:
         return values
 
     def _gathered(self, name: str, counts: Sequence[int], source: int) -> list[Tensor]:
-        """Return the arguments of all ranks' updates, in the order of the samples. Collective."""
+        """Return the arguments of all ranks' updates, in the order of the samples. Collective.
+
+        They are where the source has its own. Other ranks than the source get none.
+        """
         mine = [torch.cat(batches) for batches in zip(*self._arguments[name], strict=True)]
         if not self._divided:
             return mine
@@ -105,7 +108,9 @@ class StatefulMetrics:
             if mine:
                 padded[: len(mine[number])] = mine[number]
             every = world.gather(padded.view(-1).view(torch.uint8)).view(padded.dtype)
-            gathered.append(every.view(world.size, *padded.shape).transpose(0, 1)[rows])
+            if world.ranks.rank == source:
+                every = every.to(mine[number].device).view(world.size, *padded.shape)
+                gathered.append(every.transpose(0, 1)[rows])
         return gathered
 
 
