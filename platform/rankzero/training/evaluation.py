@@ -110,7 +110,7 @@ def _evaluate(
                 totals.add(values, samples)
                 captured(batch, samples)
                 job.mean_check.keep(batch, samples)
-    job.mean_check.run(lambda part: strategy.forward_metrics(micro_step, part))
+    job.mean_check.run(lambda part: strategy.forward_metrics(micro_step, part), model)
     return totals.reduce()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rankzero.ranks import Ranks
 from rankzero.training import rng
@@ -32,7 +32,7 @@ def noticed(
     before = rng.state(CPU)
     for _ in range(2):
         check.keep(batch, 7)
-        check.run(measure)
+        check.run(measure, nn.Identity())
     assert torch.equal(before, rng.state(CPU))
     return notices
 
@@ -82,10 +82,46 @@ def test_batch_of_one_sample_is_not_kept() -> None:
     notices: list[str] = []
     check = MeanCheck(CPU, "fp32", notices.append)
     check.keep(torch.ones(1), 1)
-    check.run(fails)
+    check.run(fails, nn.Identity())
     check.keep(BATCH, 7)
-    check.run(lambda x: {"loss": x.mean().exp()})
+    check.run(lambda x: {"loss": x.mean().exp()}, nn.Identity())
     assert len(notices) == 1
+
+
+class Remembering(nn.Module):
+    """Changes in evaluation, too."""
+
+    seen: Tensor
+    hidden: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("hidden", torch.zeros(1))
+        self.register_buffer("expanded", torch.zeros(1).expand(3))
+        self.total, self.calls = torch.zeros(1), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        self.total += x.sum()
+        self.hidden, self.last = x.mean(0, keepdim=True), x
+        self.calls += 1
+        return x * self.calls
+
+
+def test_model_that_remembers_stays_as_it_is() -> None:
+    model = nn.Sequential(Remembering(), nn.ReLU())
+    part: Any = model[0]
+    check = MeanCheck(CPU, "fp32", [].append)
+    with torch.no_grad():
+        model(BATCH)
+        held = part.seen, part.hidden, part.total, part.last
+        values = [one.tolist() for one in held]
+        check.keep(BATCH + 1, 7)
+        check.run(lambda x: {"loss": model(x).mean()}, model)
+    assert [one.tolist() for one in (part.seen, part.hidden, part.total, part.last)] == values
+    assert part.calls == 1 and part.seen is held[0] and part.total is held[2]
+    assert list(model.state_dict()) == ["0.seen", "0.hidden", "0.expanded"]
 
 
 @pytest.mark.parametrize("plain", [True, False])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rankzero.training import rng
 from rankzero.training.data.batch import map_tensors, rows_of
@@ -40,15 +41,19 @@ class MeanCheck:
         if self._notice is not None and self._kept is None and samples > 1:
             self._kept = batch, samples
 
-    def run(self, measure: Measured) -> None:
-        """Check the batch that was kept, once. Random numbers drawn here change no others."""
+    def run(self, measure: Measured, model: nn.Module) -> None:
+        """Check the batch that was kept, once.
+
+        Random numbers drawn here change no others, and `model` stays as it is.
+        """
         kept, notice = self._kept, self._notice
         if kept is None or notice is None:
             return
         self._kept = self._notice = None
         states = rng.state(self._device)
         try:
-            found = self._differing(measure, *kept)
+            with _unchanged(model):
+                found = self._differing(measure, *kept)
         except Exception:  # The user's code need not work on half a batch.
             found = {}
         finally:
@@ -94,3 +99,29 @@ class MeanCheck:
             for name in names:
                 means[name] += values[name].item() * len(half) / samples
         return means
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Set each module's attributes and buffers back to what they are now."""
+    # A model may remember something in evaluation, too: a hidden state, or how often it was called.
+    # Not restored: what a list, a dictionary or an object of the user contains.
+    kept = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    found = [one for _, *holders in kept for holder in holders for one in holder.values()]
+    tensors = [
+        (one, one._version, one.clone())
+        for one in found
+        # A tensor of `torch.inference_mode` can neither count its changes nor be written.
+        if isinstance(one, Tensor) and not one.is_inference()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in kept:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        for one, version, value in tensors:
+            if one._version != version:
+                one.copy_(value)
