@@ -107,3 +107,31 @@ def test_a_hook_in_a_file_named_like_a_framework_is_refused(file: str) -> None:
 def test_a_hook_of_a_frameworks_own_class_is_not_refused(file: str) -> None:
     base = type("Base", (Module,), {"__module__": file, "on_train_epoch_end": lambda _: None})
     assert adopt(type("Mine", (base,), {}), [], {"data": tiny().data}).__name__ == "Mine"
+
+
+class Awkward(Module):
+    """Has arguments with names that an experiment has, too."""
+
+    def __init__(
+        self,
+        learning_rate: float = 0.1,
+        lambda_: float = 0.5,
+        data: str = "a",
+        source: str = "b",
+        turns: int = 1,
+        train: bool = True,
+        goal: str = "c",
+        search: str = "d",
+        extra: Any = None,
+    ) -> None:
+        super().__init__(learning_rate)
+        self.got = (lambda_, data, source, turns, train, goal, search, extra)
+
+
+def test_each_argument_gets_its_own_setting_and_no_object_of_the_experiment() -> None:
+    experiment = adopt(Awkward, [], {"data": tiny().data})
+    own = (True, "c", "d", None)
+    assert experiment().model().module.got == (0.5, "a", "b", 1, *own)
+    settings = {"lambda": 0.25, "data": "A", "source": "B", "turns": 2, "lr": 0.3}
+    module = config.override(experiment(), settings).model().module
+    assert module.got == (0.25, "A", "B", 2, *own) and module.lr == 0.3

@@ -137,13 +137,9 @@ class _LightningExperiment(Experiment):
 
     def _instance(self, cls: type[Any]) -> Any:
         """Return an object of the user's class, with the experiment's fields as its arguments."""
-        fields = dataclasses.fields(self)
-        values = {field.name.rstrip("_"): getattr(self, field.name) for field in fields}
-        # A class may call its learning rate either name, and an experiment has only `lr`.
-        values |= dict.fromkeys(init_arguments.LEARNING_RATES, self.lr)
-        values[init_arguments.BATCH_SIZE] = self.train.batch_size
-        wanted = values.keys() & init_arguments.parameters(cls).keys()
-        return cls(**{name: values[name] for name in wanted})
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        train = self.train
+        return cls(**init_arguments.values_for(cls, fields, self.lr, train.batch_size))
 
 
 def adopt(

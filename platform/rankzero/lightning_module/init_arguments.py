@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rankzero.config.values import is_setting_type
@@ -16,7 +16,8 @@ LEARNING_RATES = ("lr", "learning_rate")
 BATCH_SIZE = "batch_size"
 # Every experiment has these already.
 _NO_FIELDS = {"train", "goal", "search", *LEARNING_RATES}
-_METHODS = {name for name, value in vars(Experiment).items() if callable(value)}
+# Names of an experiment that a field would hide, `source` among those of a `LightningModule`'s.
+_TAKEN = {*vars(Experiment), "source"}
 
 
 def parameters(cls: type[Any]) -> dict[str, inspect.Parameter]:
@@ -53,9 +54,31 @@ def fields_of(classes: Iterable[type[Any]]) -> dict[str, tuple[Any, Any]]:
         for name, default in _defaults_of(cls).items():
             kind = hints.get(name, type(default))
             if name not in _NO_FIELDS and is_setting_type(kind):
-                # The field must not hide a method of the experiment. Its key is the same.
-                fields.setdefault(f"{name}_" if name in _METHODS else name, (kind, default))
+                fields.setdefault(_field_of(name), (kind, default))
     return fields
+
+
+def values_for(
+    cls: type[Any], fields: Mapping[str, Any], rate: float, batch_size: int
+) -> dict[str, Any]:
+    """Return {argument: value} for a class. An argument that is no setting keeps its default.
+
+    `fields`: the values of the experiment's fields, of which its own are not for the user's class.
+    """
+    # A class may call its learning rate either name, and an experiment has only `lr`.
+    special = {**dict.fromkeys(LEARNING_RATES, rate), BATCH_SIZE: batch_size}
+    arguments = parameters(cls)
+    settings = {
+        name: fields[_field_of(name)]
+        for name in arguments
+        if name not in _NO_FIELDS and _field_of(name) in fields
+    }
+    return settings | {name: special[name] for name in arguments if name in special}
+
+
+def _field_of(argument: str) -> str:
+    # The field must not hide a name of the experiment. Its key is the same.
+    return f"{argument}_" if argument in _TAKEN else argument
 
 
 def learning_rate(cls: type[Any]) -> float:
