@@ -26,6 +26,10 @@ class Module(nn.Module):
         self.lr = lr
         self.net = nn.Linear(8, 2)
 
+    def prepare_data(self) -> None: ...
+
+    def setup(self, stage: str) -> None: ...
+
     def log(self, name: str, value: Any) -> None:
         """Replaced by RankZero."""
 
@@ -107,6 +111,37 @@ def test_a_hook_in_a_file_named_like_a_framework_is_refused(file: str) -> None:
 def test_a_hook_of_a_frameworks_own_class_is_not_refused(file: str) -> None:
     base = type("Base", (Module,), {"__module__": file, "on_train_epoch_end": lambda _: None})
     assert adopt(type("Mine", (base,), {}), [], {"data": tiny().data}).__name__ == "Mine"
+
+
+class Late(Module):
+    """Makes its layers when it knows the trainer."""
+
+    calls: ClassVar[list[str]] = []
+
+    def prepare_data(self) -> None:
+        self.calls.append("prepare_data")
+
+    def setup(self, stage: str) -> None:
+        self.calls.append(f"setup {stage}, {self.trainer.max_steps} steps")
+        self.net = nn.Linear(8, 2, bias=False)
+
+
+def test_the_module_that_is_trained_is_prepared_and_set_up(train: Trainer) -> None:
+    Late.calls.clear()
+    experiment = adopt(Late, [], {"data": tiny().data})
+    settings = {"train.batch_size": 50, "train.epochs": 1, "train.mlflow.log_pictures": False}
+    trained = train(config.override(experiment(), settings))
+    assert Late.calls[:2] == ["prepare_data", "setup fit, 4 steps"]
+    assert {*trained.state.model.state_dict()} == {"module.net.weight"}
+
+
+@pytest.mark.parametrize(
+    "hook",
+    ["configure_callbacks", "on_save_checkpoint", "on_load_checkpoint", "on_train_end"],
+)
+def test_a_hook_that_would_lose_something_is_refused(hook: str) -> None:
+    with pytest.raises(UserError, match=f"Mine defines {hook}, which RankZero's loop does not"):
+        adopt(type("Mine", (Module,), {hook: lambda *_: None}), [], {"data": tiny().data})
 
 
 class Awkward(Module):

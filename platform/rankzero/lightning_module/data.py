@@ -42,14 +42,24 @@ def from_hooks(source: Any) -> LoadedData:
 
     Raises UserError for loaders whose order or number RankZero's loop would not keep.
     """
-    # Two processes that prepare at once would download into the same files.
-    with one_at_a_time(type(source).__qualname__):
-        source.prepare_data()
+    prepare(source)
     source.setup("fit")
     train, val = _loader(source, "train_dataloader"), None
     if not source.val_dataloader.__module__.startswith(_LIGHTNING):
         val = _loader(source, "val_dataloader").dataset
     return LoadedData(train.dataset, val, train.collate_fn)
+
+
+def prepare(source: Any) -> None:
+    """Let a module or a data module prepare its files, if its class does so.
+
+    Raises UserError if another process takes too long.
+    """
+    if source.prepare_data.__module__.startswith(_LIGHTNING):
+        return
+    # Two processes that prepare at once would download into the same files.
+    with one_at_a_time(type(source).__qualname__):
+        source.prepare_data()
 
 
 def from_pair(pair: Any) -> LoadedData:

@@ -21,11 +21,12 @@ from rankzero.lightning_module.lr_schedule import ReplayedScheduler, optimizer_a
 from rankzero.lightning_module.steps_and_log import LIGHTNINGS_OWN, LightningSteps, TrainerStub
 from rankzero.training_position import Progress
 
-# These hooks only matter to Lightning's own checkpoints and devices. Without them nothing is lost.
-_HARMLESS = {"on_fit_end", "on_train_end", "on_save_checkpoint", "on_load_checkpoint", "on_gpu"}
+# A property of older modules, and no hook.
+_HARMLESS = {"on_gpu"}
 # A `Trainer` calls these and RankZero's loop does not, and everything that begins with on_.
 _HOOKS = {
     "backward",
+    "configure_callbacks",
     "configure_gradient_clipping",
     "configure_model",
     "configure_sharded_model",
@@ -88,8 +89,11 @@ class _LightningExperiment(Experiment):
 
     def model(self) -> LightningSteps:
         # The data come first: the trainer stub tells the module how many steps an epoch has.
-        trainer = self._fit.trainer
-        return LightningSteps(self._instance(self.source.module), trainer)
+        trainer, module = self._fit.trainer, self._instance(self.source.module)
+        # A module with loaders of its own has prepared for them.
+        if self.source.data or self.source.data_module:
+            loaders.prepare(module)
+        return LightningSteps(module, trainer)
 
     def measure(self, model: nn.Module, batch: Any, at: Progress) -> Any:
         # The module has no other way to learn the step.

@@ -77,6 +77,8 @@ class LightningSteps(nn.Module):
         self.trainer = trainer
         self._logged: dict[str, Any] = {}
         module.trainer = trainer
+        # It may make layers, so it comes before everything that looks at them.
+        module.setup("fit")
         # A module inside the module logs, too.
         for part in module.modules():
             if hasattr(part, "training_step"):
