@@ -192,3 +192,32 @@ def test_run_goes_on_when_it_is_tested_and_trained_again(framework: str, tmp_pat
     assert steps == list(range(1, 9)), steps
     logged = [event for event in (*rows, *events) if isinstance(event, StepsLogged | Evaluated)]
     assert sum(any("test/loss" in name for name in event.metrics) for event in logged) >= 2
+
+
+OUTPUTS = """
+import numpy, torch
+from ignite.engine import Engine
+from rankzero.integrations.ignite import RankZeroHandler
+weight = torch.ones(1, requires_grad=True)
+def step(engine, batch):
+    return {"loss": weight * batch, "ragged": [[1], [2, 3]], "parts": [weight, weight],
+        "array": numpy.ones(3), "single": numpy.float32(2.0), "phase": "warm-up"}
+trainer = Engine(step)
+RankZeroHandler("odd", name="r1", offline=True).attach(trainer)
+trainer.run(range(3), max_epochs=1)
+"""
+
+
+def test_an_output_of_ignite_that_is_no_single_value_does_not_end_the_training(
+    tmp_path: Path,
+) -> None:
+    needs("ignite")
+    (tmp_path / "script.py").write_text(OUTPUTS)
+    code, output = run("script.py", tmp_path)
+    assert code == 0, output
+    for name in ("ragged", "parts", "array"):
+        assert output.count(f"train/{name} is not a single value") == 1
+    events = list(read_all(tmp_path / "mlruns/runs/r1/events.jsonl"))
+    rows = [event for event in events if isinstance(event, StepsLogged)]
+    assert {name for event in rows for name in event.metrics} == {"train/loss", "train/single"}
+    assert [step for event in rows for step in event.steps] == [1, 2, 3]

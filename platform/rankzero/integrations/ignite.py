@@ -5,10 +5,8 @@ It also is a logger as Ignite's own are: `attach_output_handler`, `attach_opt_pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from rankzero.integrations.deferred_run import DeferredRun
 from rankzero.integrations.own_loop.tracked_run import TrackedRun
@@ -147,4 +145,9 @@ def _metrics(output: Any) -> Mapping[str, Any]:
 
 
 def _is_single(value: Any) -> bool:
-    return int(value.numel()) == 1 if hasattr(value, "numel") else np.ndim(value) == 0
+    # NumPy would convert a list, and raise for lists of uneven lengths and for a GPU's tensors.
+    if hasattr(value, "numel"):
+        return int(value.numel()) == 1
+    if isinstance(value, Sequence):
+        return isinstance(value, (str, bytes))
+    return not getattr(value, "ndim", 0)
