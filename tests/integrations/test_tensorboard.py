@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,6 +64,27 @@ def test_calls_of_scripts_reach_mlflow() -> None:
     other = MemoryStore()
     delivered(below, other)
     assert other.params["lr"] == "0.2" and other.curve("hparam/loss") == {0: 0.5}
+
+
+def test_every_method_takes_the_time_that_torchs_writer_takes() -> None:
+    time: dict[str, Any] = {"global_step": 1, "walltime": 1e9}
+    image = torch.rand(3, 8, 8)
+    with SummaryWriter("runs/digits", offline=True) as writer:
+        writer.add_scalar("loss", 0.5, **time)
+        writer.add_scalars("accuracy", {"val": 0.25}, **time)
+        writer.add_image("digit", image, **time)
+        writer.add_images("batch", image[None], **time)
+        writer.add_figure("curve", Figure(), **time)
+        writer.add_text("note", "a text", **time)
+        writer.add_histogram("weights", image, **time)
+        writer.add_figure("positional", Figure(), 1, True, 1e9)
+        writer.add_text("positional", "a text", 1, 1e9)
+    folder, store = folder_of(writer), MemoryStore()
+    delivered(folder, store)
+    assert store.curve("accuracy/val") == {1: 0.25}
+    keys = {key for key, _, _ in store.pictures}
+    assert keys == {"digit", "batch/0", "curve", "positional"}
+    assert store.artifacts["text/note/step_1.md"] == "a text"
 
 
 def test_what_cannot_be_kept_is_noted_once(capsys: pytest.CaptureFixture[str]) -> None:

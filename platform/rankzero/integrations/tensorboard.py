@@ -61,7 +61,11 @@ class SummaryWriter:
         self.run.log({tag: scalar_value}, global_step)
 
     def add_scalars(
-        self, main_tag: str, tag_scalar_dict: Mapping[str, Any], global_step: Any = None, *_: Any
+        self,
+        main_tag: str,
+        tag_scalar_dict: Mapping[str, Any],
+        global_step: Any = None,
+        walltime: Any = None,
     ) -> None:
         """Log metrics called ``main_tag/name``."""
         values = {f"{main_tag}/{name}": value for name, value in tag_scalar_dict.items()}
@@ -101,7 +105,12 @@ class SummaryWriter:
         self._safely(tag, log)
 
     def add_figure(
-        self, tag: str, figure: Any, global_step: Any = None, close: bool = True, *_: Any
+        self,
+        tag: str,
+        figure: Any,
+        global_step: Any = None,
+        close: bool = True,
+        walltime: Any = None,
     ) -> None:
         """Log a figure of matplotlib by its tag and step, or a list of figures."""
         from rankzero.training.sample_images.user_images import close_figures
@@ -114,7 +123,9 @@ class SummaryWriter:
         if close:
             close_figures(figures)
 
-    def add_text(self, tag: str, text_string: str, global_step: Any = None, *_: Any) -> None:
+    def add_text(
+        self, tag: str, text_string: str, global_step: Any = None, walltime: Any = None
+    ) -> None:
         """Write a text as the artifact ``text/tag/step_<step>.md``, or ``text/tag.md``."""
         self.run.log_text(str(text_string), text_name(tag, global_step))
 
