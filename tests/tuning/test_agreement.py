@@ -10,6 +10,7 @@ import pytest
 from rankzero import Choice, Experiment, Goal, Train
 from rankzero.config import override
 from rankzero.errors import UserError
+from rankzero.tuning import agreement
 from rankzero.tuning.agreement import (
     SPACE,
     agree_on_space,
@@ -154,6 +155,11 @@ def test_a_study_continues_with_settings_that_change_no_result(study: Study) -> 
         options = SearchOptions(trials=99, minutes=5.0, seeds=4, challengers=2, pruner="none")
         space = space_of_version(study, other, options)
         assert agree_on_space(study, space, [], options).batch_sizes == (32, 64)
+    # A folder of a helper's machine.
+    placed = type("Placed", (Mine,), {"__annotations__": {"data_at": str}, "data_at": "/a"})
+    assert agreement._settings(make_space(placed(), 1, 0.5, samples=1000), SearchOptions()) == (
+        agreement._settings(SPACE_OF_MINE, SearchOptions())
+    )
     # A setting that the file, or another version of RankZero, has in addition.
     grown = type("Grown", (Mine,), {"__annotations__": {"width": int}, "width": 8})
     space_of_version(study, make_space(grown(), 1, 0.5, samples=1000), SearchOptions())

@@ -159,7 +159,12 @@ def _settings(space: Space, options: SearchOptions) -> dict[str, str]:
         "--objective": options.objective,
         "--tolerance": str(options.tolerance),
         "--trial-minutes": str(options.trial_minutes),
-        **{key: text for key, text in rendered.items() if key not in _NOT_PART},
+        # The same data may lie in other folders of other machines.
+        **{
+            key: text
+            for key, text in rendered.items()
+            if key not in _NOT_PART and not text.startswith(("/", "~"))
+        },
         **{f"search[{key!r}]": repr(range_) for key, range_ in ranges.items()},
     }
 
