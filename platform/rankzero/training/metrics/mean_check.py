@@ -106,22 +106,24 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     """Set each module's attributes and buffers back to what they are now."""
     # A model may remember something in evaluation, too: a hidden state, or how often it was called.
     # Not restored: what a list, a dictionary or an object of the user contains.
-    kept = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
-    found = [one for _, *holders in kept for holder in holders for one in holder.values()]
+    holders = [holder for one in model.modules() for holder in (vars(one), one._buffers)]
+    kept = [(holder, dict(holder)) for holder in holders]
     tensors = [
         (one, one._version, one.clone())
-        for one in found
+        for _, before in kept
+        for one in before.values()
         # A tensor of `torch.inference_mode` can neither count its changes nor be written.
         if isinstance(one, Tensor) and not one.is_inference()
     ]
     try:
         yield
     finally:
-        for module, attributes, buffers in kept:
-            vars(module).clear()
-            vars(module).update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        for holder, before in kept:
+            same = holder.keys() == before.keys()
+            # A compiled model looks whether its dictionaries changed.
+            if not same or any(holder[name] is not one for name, one in before.items()):
+                holder.clear()
+                holder.update(before)
         for one, version, value in tensors:
             if one._version != version:
                 one.copy_(value)
