@@ -221,3 +221,79 @@ def test_an_output_of_ignite_that_is_no_single_value_does_not_end_the_training(
     rows = [event for event in events if isinstance(event, StepsLogged)]
     assert {name for event in rows for name in event.metrics} == {"train/loss", "train/single"}
     assert [step for event in rows for step in event.steps] == [1, 2, 3]
+
+
+LIGHTNING_STEPS = """
+import sys
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from rankzero.integrations.lightning import RankZeroCallback, RankZeroLogger
+
+class Model(BoringModel):
+    given = 0
+    def training_step(self, batch, batch_idx):
+        # 1, 2, 3 … in value, whatever the weights are.
+        self.given += 1
+        loss = self.layer(batch).sum()
+        loss = loss - loss.detach() + self.given
+        self.log("train/mine", loss.detach() * 10)
+        return self.by_hand(loss)
+    def by_hand(self, loss):
+        return loss
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self.layer(batch).sum())
+
+class Two(Model):
+    automatic_optimization = False
+    def by_hand(self, loss):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        return loss
+    def configure_optimizers(self):
+        return [torch.optim.SGD([one], lr=0.1) for one in self.layer.parameters()]
+
+def fit(kind, epochs=2, ckpt_path=None, **options):
+    logger = RankZeroLogger("steps", name="r1", offline=True)
+    callbacks = [RankZeroCallback(logger), ModelCheckpoint("saved", save_last=True)]
+    trainer = Trainer(max_epochs=epochs, limit_train_batches=6, limit_val_batches=2, logger=logger,
+        callbacks=callbacks, log_every_n_steps=1, enable_progress_bar=False, accelerator="cpu",
+        enable_model_summary=False, **options)
+    trainer.fit(kind(), ckpt_path=ckpt_path)
+"""
+
+
+@pytest.mark.parametrize(
+    ("calls", "steps", "evaluations"),
+    [
+        ("fit(Model)", 12, [6, 12]),
+        ("fit(Two)", 12, [6, 12]),
+        ("fit(Model, accumulate_grad_batches=4)", 4, [2, 4]),
+        ("fit(Model); fit(Model, 3, ckpt_path='saved/last.ckpt')", 18, [6, 12, 18]),
+    ],
+)
+def test_lightnings_logger_and_callback_count_the_same_steps(
+    calls: str, steps: int, evaluations: list[int], tmp_path: Path
+) -> None:
+    needs("lightning")
+    (tmp_path / "script.py").write_text(f"{LIGHTNING_STEPS}\n{calls}\n")
+    code, output = run("script.py", tmp_path)
+    assert code == 0 and "twice" not in output and "earlier attempt" not in output, output
+    points: dict[str, dict[int, float]] = {}
+    for event in read_all(tmp_path / "mlruns/runs/r1/events.jsonl"):
+        if isinstance(event, StepsLogged):
+            for name, values in event.metrics.items():
+                points.setdefault(name, {}).update(zip(event.steps, values, strict=True))
+        elif isinstance(event, Evaluated):
+            for name, value in event.metrics.items():
+                points.setdefault(name, {})[event.step] = value
+    assert list(points["val/loss"]) == evaluations
+    assert list(points["train/mine"]) == list(range(1, steps + 1))
+    assert list(points["train/loss"]) == list(range(1, steps + 1))
+    if "accumulate" in calls:
+        # The losses of an epoch are 1 to 6, and then 7 to 12: four are a step, then two.
+        assert list(points["train/loss"].values()) == [2.5, 5.5, 8.5, 11.5]

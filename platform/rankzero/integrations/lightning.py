@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from functools import reduce
+from operator import add
 from typing import Any
 
 from rankzero.integrations.deferred_run import DeferredRun
@@ -52,6 +54,8 @@ class RankZeroLogger(Logger):
         self._log_checkpoints = log_checkpoints
         self.deferred_run = DeferredRun(experiment, **options)
         """Shared with `RankZeroCallback`."""
+        self.newest_step = 0
+        """The newest step of a `RankZeroCallback`, from 1; 0 without one."""
 
     @property
     def name(self) -> str:
@@ -79,6 +83,10 @@ class RankZeroLogger(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log metrics at a step."""
+        # Lightning counts the steps before a batch, the callback counts it too. A metric of both
+        # must not have two points.
+        if self.newest_step and step == self.newest_step - 1:
+            step = self.newest_step
         values = {f"{self._prefix}{name}": metrics[name] for name in metrics if name != "epoch"}
         self.deferred_run.log(values, step)
 
@@ -102,20 +110,35 @@ class RankZeroCallback(Callback):
     """Adds to a `RankZeroLogger` the loss of every step, the goal, checkpoints and the end."""
 
     def __init__(self, logger: RankZeroLogger, *, checkpoints: bool = True) -> None:
-        self._run, self._checkpoints = logger.deferred_run, checkpoints
+        self._logger, self._run = logger, logger.deferred_run
+        self._checkpoints = checkpoints
+        self._losses: list[Any] = []
+        """Of the micro-batches of a step that is not finished."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the run, or an attempt of it."""
+        self._losses.clear()
+        self._logger.newest_step = 0
         if trainer.is_global_zero:
             self._run.begin_training(trainer.global_step)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the step's loss on its device."""
+        """Keep the step's loss on its device: the mean over its micro-batches."""
+        # Several optimizers are one step, as for Lightning's loggers. It has no public name.
+        loop = trainer.fit_loop.epoch_loop
+        self._logger.newest_step = loop._batches_that_stepped + 1
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if trainer.is_global_zero and loss is not None:
-            self._run.log({"train/loss": loss}, trainer.global_step)
+            self._losses.append(loss)
+        if loop._should_accumulate() or not self._losses:
+            return
+        # Lightning has divided each loss by the number of micro-batches. An epoch's last step may
+        # have fewer.
+        loss, share = reduce(add, self._losses), trainer.accumulate_grad_batches / len(self._losses)
+        self._losses.clear()
+        self._run.log({"train/loss": loss if share == 1 else loss * share}, self._step(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the validation metrics in their group, and keep a checkpoint."""
@@ -130,12 +153,16 @@ class RankZeroCallback(Callback):
         }
         if self._checkpoints and type(trainer.strategy).__name__ in REPLICATED:
             state = {"model": pl_module.state_dict()}
-            self._run.checkpoint(state, trainer.global_step, metrics)
+            self._run.checkpoint(state, self._step(trainer), metrics)
         else:
-            self._run.evaluated(metrics, trainer.global_step)
+            self._run.evaluated(metrics, self._step(trainer))
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """End the run as FAILED, or KILLED by Ctrl-C."""
         self._run.end(exception)
+
+    def _step(self, trainer: Trainer) -> int:
+        # `validate` may come without a training.
+        return self._logger.newest_step or trainer.global_step
