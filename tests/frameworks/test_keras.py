@@ -243,3 +243,24 @@ def test_coordinator_of_a_parameter_server_tracks_one_run(tmp_path: Path) -> Non
     assert steps_of(tmp_path, found, "train/loss") == list(range(1, 67))
     assert steps_of(tmp_path, found, "val/accuracy") == [22, 44, 66]
     assert found.params["batch_size"] == "64" and "localhost" in found.params["ps"]
+
+
+def test_variable_that_is_assigned_later_is_logged_as_it_was(tmp_path: Path) -> None:
+    code, output = run(
+        script(
+            tmp_path,
+            """
+import tensorflow as tf
+from rankzero.integrations.own_loop import values
+
+for variable in (tf.Variable(0.25), keras.Variable(0.25)):
+    kept = values.snapshot(variable)
+    variable.assign(0.5)
+    assert values.to_float(kept) == 0.25, variable
+    variable.assign_add(0.5)
+    assert values.to_float(kept) == 0.25, variable
+""",
+        ),
+        tmp_path,
+    )
+    assert code == 0, output

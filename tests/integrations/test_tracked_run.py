@@ -409,6 +409,35 @@ def test_value_that_changes_later_is_logged_as_it_was() -> None:
     assert rows(journal(run)) == [(1, {"meter": 1.0, "tensor": 1.0, "array": 1.0})]
 
 
+class Variable:
+    """Stands for a variable of TensorFlow, or, without `read_value`, of Keras."""
+
+    def __init__(self, value: float) -> None:
+        self.now = value
+
+    def __float__(self) -> float:
+        return self.now
+
+    def __array__(self) -> Any:
+        return np.asarray(self.now)
+
+    def assign(self, value: float) -> None:
+        self.now = value
+
+
+class TensorFlowVariable(Variable):
+    def read_value(self) -> Any:
+        return np.float32(self.now)
+
+
+@pytest.mark.parametrize("kind", [Variable, TensorFlowVariable])
+def test_variable_that_is_assigned_later_is_logged_as_it_was(kind: type[Variable]) -> None:
+    variable = kind(0.25)
+    kept = values.snapshot(variable)
+    variable.assign(0.5)
+    assert values.to_float(kept) == 0.25
+
+
 def test_tensor_is_read_at_once_on_the_cpu_only() -> None:
     """A copy costs twice as much, and nothing waits for the CPU."""
     assert type(values.snapshot(torch.tensor([2.0], requires_grad=True))) is float

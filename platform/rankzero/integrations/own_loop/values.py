@@ -31,9 +31,12 @@ def snapshot(value: Any) -> Any:
         if hasattr(value, "__array__") and hasattr(value, "copy"):
             single = getattr(value, "size", 1) == 1
             return value.copy() if single else f"an array of shape {tuple(value.shape)}"
+        # TensorFlow's variables change in place, and its tensors never. Both may be on a GPU.
+        value = value.read_value() if hasattr(value, "read_value") else value
         is_number = hasattr(value, "__float__") or hasattr(value, "__index__")
-        # A meter goes on counting. TensorFlow's tensors never change, and may be on a GPU.
-        number = value if hasattr(value, "__array__") or not is_number else float(value)
+        # A meter goes on counting, and so does a variable of Keras.
+        never_changes = hasattr(value, "__array__") and not hasattr(value, "assign")
+        number = value if never_changes or not is_number else float(value)
         return number if is_number else str(value)[:80]
     except Exception as error:  # A failed GPU copies nothing, and the loop will fail by itself.
         return reason_of(error)[:80]
