@@ -259,11 +259,10 @@ def _deliver_what_mlflow_had(folder: RunFolder, source: Path) -> None:
         if (model["name"], *_version(model["tags"])) in same:
             continue
         tracker.models.log_model(run, source / "models" / str(number), **model)
-        # The run was trained on since an earlier copy.
-        if model["tags"].get("rankzero.model") == "best":
-            for former in there:
-                if former.tags.get("rankzero.model") == "best":
-                    tracker.models.delete_checkpoint(former.model_id)
+        for former in there if model["tags"].get("rankzero.model") == "best" else ():
+            # The run was trained on since an earlier copy.
+            if former.tags.get("rankzero.model") == "best":
+                tracker.models.delete_checkpoint(former.model_id)
     tags = known["tags"]
     if DESCRIPTION in tags:
         tags[DESCRIPTION] = description.moved(tags[DESCRIPTION], run.experiment_id, run_id)

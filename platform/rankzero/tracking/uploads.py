@@ -23,10 +23,7 @@ log = logging.getLogger("rankzero.recorder")
 def upload(
     item: Upload, target: Target, folder: RunFolder, state: DeliveryState
 ) -> Iterator[DeliveryState]:
-    """Do one upload, and yield the state after each change of it: what is done stays done.
-
-    Raises whatever MLflow or the file system raise.
-    """
+    """Do one upload, and yield the state after each change. Raises what MLflow or the disk raise."""
     match item:
         case Task.ARTIFACTS:
             yield from _upload_artifacts(target, folder, state)

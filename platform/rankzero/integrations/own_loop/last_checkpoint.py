@@ -22,8 +22,7 @@ def load(
 ) -> tuple[dict[str, Any], int] | None:
     """Return the state of the newest intact checkpoint and its step, or None without one.
 
-    A collective. `folder`: rank 0's. `in_mlflow`: rank 0's, too: whether to look there if the disk
-    has none.
+    A collective. Rank 0's `folder` and `in_mlflow` count: look there if the disk has none.
     Raises UserError, on every rank, if MLflow does not answer or without a process group.
     """
     world = world_of_process_group()

@@ -207,7 +207,8 @@ def _trace_and_log(folder: RunFolder, delivered: Connection) -> None:
     inputs = _example_inputs(experiment, model, step)
     with mlflow_model.saved(_served(model), inputs, [source]) as saved:
         delivered.recv()
-        tags = {"rankzero.format": saved.kind, "rankzero.saved_at": repr(path.stat().st_mtime)}
+        tags = {"rankzero.step": str(step), "rankzero.model": "best"}
+        tags |= {"rankzero.format": saved.kind, "rankzero.saved_at": repr(path.stat().st_mtime)}
         try:
             _log(folder, saved.folder, note, tags)
         except Exception as error:
@@ -235,7 +236,6 @@ def _log(folder: RunFolder, saved: Path, note: Mapping[str, Any], tags: Mapping[
             raise RuntimeError("the run has not reached MLflow")
         tracker = MlflowRuns(folder.identity.tracking_uri)
         run, step = tracker.find_run(run_id), note["step"]
-        tags = {"rankzero.step": str(step), "rankzero.model": "best", **tags}
         model_id = tracker.models.log_model(run, saved, "best_model", step, tags)
         write_atomically(folder.logged_model, json.dumps({**note, "model_id": model_id}))
         # Only now, so that MLflow always has one of them.

@@ -64,8 +64,7 @@ class Reporter:
             }
         try:
             for name, column in self._columns.items():
-                value = metrics[name]
-                column.append(value.clone() if name in self._views else value)
+                column.append(metrics[name].clone() if name in self._views else metrics[name])
             is_same = len(metrics) == self._count
         except KeyError:
             is_same = False
@@ -117,11 +116,15 @@ class Reporter:
         return window, events
 
     def _reduced(self, stop_code: StopCode) -> WindowStats:
-        """Return the window over all ranks. Collective."""
+        """Return the window over all ranks. Collective. Raises UserError as `refuse_differing`."""
         job = self._job
         seconds = job.world.now() - self._start
+        # Once, because `add` refuses others later. The sum over ranks adds by position.
         if not self._is_compared:
-            self._compare_ranks()
+            shapes = {name: column[0].shape for name, column in self._columns.items()}
+            if differing := job.world.ranks_that_differ(torch.tensor([metrics_checksum(shapes)])):
+                refuse_differing(job.world, shapes, differing[0], 0)
+            self._is_compared = True
         window = reduce_window(
             job.world,
             self._columns,
@@ -136,15 +139,6 @@ class Reporter:
         losses = (window.values[f"{turn}/loss"] for turn in job.experiment.turns)
         total = [sum(values) for values in zip(*losses, strict=True)]
         return dataclasses.replace(window, values={"loss": total, **window.values})
-
-    def _compare_ranks(self) -> None:
-        """Raise UserError if `measure` returns other metrics on other ranks. Collective."""
-        # Once, because `add` refuses others later. The sum over ranks adds by position.
-        self._is_compared, world = True, self._job.world
-        shapes = {name: column[0].shape for name, column in self._columns.items()}
-        differing = world.ranks_that_differ(torch.tensor([metrics_checksum(shapes)]))
-        if differing:
-            refuse_differing(world, shapes, differing[0], 0)
 
     def _speed_event(
         self, speed: WindowStats, samples: int, rates: Mapping[str, float]

@@ -90,10 +90,7 @@ class StatefulMetrics:
         return values
 
     def _gathered(self, name: str, counts: Sequence[int], source: int) -> list[Tensor]:
-        """Return the arguments of all ranks' updates, in the order of the samples. Collective.
-
-        They are where the source has its own. Other ranks than the source get none.
-        """
+        """Return all ranks' arguments, by sample, to the source and on its device. Collective."""
         mine = [torch.cat(batches) for batches in zip(*self._arguments[name], strict=True)]
         if not self._divided:
             return mine

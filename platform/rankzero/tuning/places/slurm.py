@@ -34,12 +34,11 @@ def command(
     step = _part(processes, parallel * machines, environ) if "SLURM_JOB_ID" in environ else []
     own = [f"--nodes={machines}", f"--ntasks={machines}", f"--cpus-per-task={processes}"]
     own += ["--job-name=rankzero-trials", "--kill-on-bad-exit=1"]
-    node = [sys.executable, "-m", "rankzero.tuning.places.node", f"--machines={machines}"]
-    node.append("--slurm")
+    program = ["-m", "rankzero.tuning.places.node", f"--machines={machines}", "--slurm"]
     if taken := sorted({"-l", "--label", "-u", "--unbuffered"} & set(options)):
         raise UserError(f"{taken[0]} changes the lines that srun passes on: leave it out")
     # Slurm takes the last of two equal options, so the user's are last.
-    return [srun, *own, *step, *options, *node]
+    return [srun, *own, *step, *options, sys.executable, *program]
 
 
 def _part(processes: int, tasks: int, environ: Mapping[str, str]) -> list[str]:

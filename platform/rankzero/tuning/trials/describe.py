@@ -173,6 +173,8 @@ def _described(
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     made = experiment.optimizer(model)
     optimizer = type(next(iter(made.values())) if isinstance(made, Mapping) else made).__name__
+    named = re.search(r"^model name\s*:\s*(.+)$", _cpu_info(), re.MULTILINE)
+    processor = named[1] if named else platform.machine()
     return ExperimentDescription(
         name=type(experiment).__name__,
         settings=tuple(config.leaves(experiment)),
@@ -191,7 +193,7 @@ def _described(
         loads=not in_memory(data, experiment.collate),
         images=any(parameter.dim() == 4 for parameter in model.parameters()),
         batch_norm=any(isinstance(part, norms) for part in model.modules()),
-        processor="" if torch.cuda.is_available() else _processor(),
+        processor="" if torch.cuda.is_available() else processor,
     )
 
 
@@ -235,12 +237,6 @@ def _fast_precisions() -> tuple[str, ...]:
     # AVX-512 BF16 and AMX multiply bf16 in hardware. Other processors emulate it, slowly.
     has_bf16 = "avx512_bf16" in flags or "amx_bf16" in flags
     return ("fp32", "bf16") if has_bf16 else ("fp32",)
-
-
-def _processor() -> str:
-    """Return the model of this machine's processor, or its architecture if nobody names it."""
-    found = re.search(r"^model name\s*:\s*(.+)$", _cpu_info(), re.MULTILINE)
-    return found[1] if found else platform.machine()
 
 
 def _cpu_info() -> str:

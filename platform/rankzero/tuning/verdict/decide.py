@@ -290,13 +290,13 @@ class _Scale:
         return student_t(self._freedom, probability) * self._error(one, other)
 
     def _error(self, one: Candidate, other: Candidate) -> float:
-        return math.hypot(*(self._error_of_mean(found.trial) for found in (one, other)))
-
-    def _error_of_mean(self, trial: int) -> float:
-        scores, deviation = self._scores[trial], self._deviation
-        if trial in self._unreliable:
-            deviation = max(deviation, statistics.stdev(scores))
-        return deviation / math.sqrt(max(1, len(scores)))
+        squares = 0.0
+        for trial in (one.trial, other.trial):
+            scores, deviation = self._scores[trial], self._deviation
+            if trial in self._unreliable:
+                deviation = max(deviation, statistics.stdev(scores))
+            squares += deviation**2 / max(1, len(scores))
+        return math.sqrt(squares)
 
 
 def _cost(candidate: Candidate) -> tuple[float, ...]:
