@@ -63,7 +63,7 @@ class _Fit:
     """Before the last one, in its step or its evaluation."""
 
     def see(self, at: Progress) -> None:
-        """Tell the module the place of the next forward, with its `batch_idx`."""
+        """Set the place of the next forward, with its `batch_idx`, for the module."""
         # Each step and each evaluation has a `Progress` of its own.
         self.forwards = self.forwards + 1 if at is self.at else 0
         self.at, trainer = at, self.trainer
