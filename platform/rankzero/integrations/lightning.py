@@ -113,7 +113,7 @@ class RankZeroCallback(Callback):
         self._logger, self._run = logger, logger.deferred_run
         self._checkpoints = checkpoints
         self._losses: list[Any] = []
-        """Of the micro-batches of a step that is not finished."""
+        """The losses of the micro-batches of a step that is not finished."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the run, or an attempt of it."""

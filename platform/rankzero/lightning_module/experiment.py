@@ -58,7 +58,7 @@ class _Fit:
     steps_per_change: int = 1
     """Optimizer steps between two steps of the scheduler."""
     at: Progress | None = None
-    """Of the last forward."""
+    """The position of the last forward."""
     forwards: int = 0
     """Before the last one, in its step or its evaluation."""
 

@@ -23,7 +23,7 @@ log = logging.getLogger("rankzero.recorder")
 def upload(
     item: Upload, target: Target, folder: RunFolder, state: DeliveryState
 ) -> Iterator[DeliveryState]:
-    """Do one upload, and yield the state after each change. Raises what MLflow or the disk raise."""
+    """Do one upload, and yield the state after each change. Raises what MLflow and the disk do."""
     match item:
         case Task.ARTIFACTS:
             yield from _upload_artifacts(target, folder, state)
