@@ -22,6 +22,10 @@ class StandIn(nn.Module):
 
     automatic_optimization = True
 
+    def prepare_data(self) -> None: ...
+
+    def setup(self, stage: str) -> None: ...
+
 
 @pytest.fixture
 def lightning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,9 @@ def _defined_in(module: ModuleType, base: str) -> dict[str, type[Any]]:
     ]
     parents = {parent for cls in own for parent in cls.__mro__[1:]}
     of_lightning = {
-        one for one in parents if one.__name__ == base and one.__module__.startswith(_LIGHTNING)
+        one
+        for one in parents
+        if one.__name__ == base and f"{one.__module__}.".startswith(_LIGHTNING)
     }
     return {
         cls.__name__: cls for cls in own if cls not in parents and of_lightning & {*cls.__mro__}

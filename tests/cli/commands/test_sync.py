@@ -96,7 +96,12 @@ def test_the_best_model_is_logged_if_the_run_wants_it_and_lacks_it(
         folder.logged_model.write_text(note if logged_after == logged_after else "{")
     if late:
         folder.late_model.touch()
-    monkeypatch.setattr(best_model, "log_best", lambda folder, _: done.append(folder))
+
+    def log_best(folder: RunFolder, _: object) -> None:
+        done.append(folder)
+        folder.late_model.unlink(missing_ok=True)
+
+    monkeypatch.setattr(best_model, "log_best", log_best)
     assert command.run(argparse.Namespace(run=folder.path.name, dir=tmp_path)) == 0
     assert done == [folder] * is_logged
     assert capsys.readouterr().out.count("\n") == 1, "nothing else is told"

@@ -57,7 +57,7 @@ class Checkpoints:
         self._flush_journal, self._sync_journal, self._sync = flush_journal, sync_journal, sync
         self._folder = run_folder / "checkpoints"
         self._copier = HostCopier()
-        self._writer = ThreadPoolExecutor(1, "checkpoint", self._begin_thread)
+        self._writer = ThreadPoolExecutor(1, "checkpoint", _lower_priority)
         self._thread_id = 0
         self._pending: Future[list[Event]] | None = None
         self._prepared: Future[None] | None = None
@@ -164,11 +164,6 @@ class Checkpoints:
             return None
         return f"the checkpoint of step {self._last[1]} could not be written: {self._error}"
 
-    def _begin_thread(self) -> None:
-        # The lowest priority, because the training comes first. On Linux, each thread has its own.
-        self._thread_id = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, self._thread_id, 19)
-
     def _result(self) -> list[Event]:
         pending, self._pending, self._error = self._pending, None, None
         try:
@@ -180,6 +175,7 @@ class Checkpoints:
     def _write(
         self, copy: PendingCopy, step: int, metrics: dict[str, float], best: bool
     ) -> list[Event]:
+        self._thread_id = threading.get_native_id()
         target = checkpoint_files.folder_of(self._folder, step)
         self._sync_journal()
         checkpoint_files.write(
@@ -277,3 +273,10 @@ def _is_of_the_disk(error: Exception | None) -> bool:
     return isinstance(error, OSError) or (
         type(error) is RuntimeError and any(text in str(error) for text in _WRITER_ERRORS)
     )
+
+
+# No method: the thread would keep the checkpoints, and their copies, for as long as it lives.
+def _lower_priority() -> None:
+    """Give this thread the lowest priority, because the training comes first."""
+    # On Linux, each thread has its own.
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
