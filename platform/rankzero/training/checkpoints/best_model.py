@@ -184,8 +184,10 @@ def _run_child(folder: str, problems: Any, delivered: Connection) -> None:
         text = text_without_secrets(traceback.format_exc())
         (Path(folder) / "export.log").write_text(text, encoding="utf-8", errors="backslashreplace")
         # One line fits into the pipe's buffer even if nobody reads it.
-        problems.put(line_without_secrets(f"{type(error).__name__}: {error}"))
-        if isinstance(error, _NotNow):
+        is_final = not isinstance(error, _NotNow)  # whose text names MLflow's error
+        kind = f"{type(error).__name__}: " if is_final else ""
+        problems.put(line_without_secrets(f"{kind}{error}"))
+        if not is_final:
             sys.exit(1)
 
 
