@@ -27,6 +27,15 @@ from support.paths import EXPERIMENTS
 Start = Callable[..., subprocess.Popen[str]]
 
 
+LONG = """
+import rankzero
+from tiny import Tiny
+quiet = rankzero.Train.MLflow(log_model=False)
+long = rankzero.Train(epochs=400, batch_size=32, log_every=5, mlflow=quiet)
+slow = Tiny(train=long, step_seconds=0.03)
+"""
+
+
 @pytest.fixture
 def start(tmp_path: Path, new_store: Path) -> Iterator[Start]:  # noqa: F811
     """Start scripts in a folder with an empty store; they end with the test."""
@@ -116,11 +125,7 @@ def test_example_notebook_runs_from_top_to_bottom(start: Start, tmp_path: Path) 
 
 def test_interrupt_stops_with_a_checkpoint(start: Start, tmp_path: Path) -> None:
     process = start(
-        "import rankzero\nfrom tiny import Tiny\n"
-        "quiet = rankzero.Train.MLflow(log_model=False)\n"
-        "long = rankzero.Train(epochs=400, batch_size=32, log_every=5, mlflow=quiet)\n"
-        "slow = Tiny(train=long, step_seconds=0.03)\n"
-        "try:\n    rankzero.train(slow, run_name='stopped', nproc=1, offline=True)\n"
+        LONG + "try:\n    rankzero.train(slow, run_name='stopped', nproc=1, offline=True)\n"
         "except KeyboardInterrupt:\n    print(rankzero.run('stopped').status)\n"
     )
     assert process.stdout is not None
@@ -134,12 +139,7 @@ def test_interrupt_stops_with_a_checkpoint(start: Start, tmp_path: Path) -> None
 
 def test_what_ends_the_program_stops_the_training_first(start: Start, tmp_path: Path) -> None:
     process = start(
-        "import rankzero\nfrom tiny import Tiny\n"
-        "quiet = rankzero.Train.MLflow(log_model=False)\n"
-        "long = rankzero.Train(epochs=400, batch_size=32, log_every=5, mlflow=quiet)\n"
-        "slow = Tiny(train=long, step_seconds=0.03)\n"
-        "rankzero.train(slow, run_name='ended', nproc=1, offline=True)\n"
-        "print('continued')\n"
+        LONG + "rankzero.train(slow, run_name='ended', nproc=1, offline=True)\nprint('continued')\n"
     )
     assert process.stdout is not None
     assert any(line.startswith("step") for line in process.stdout)

@@ -22,7 +22,7 @@ def load(
 ) -> tuple[dict[str, Any], int] | None:
     """Return the state of the newest intact checkpoint and its step, or None without one.
 
-    A collective. Rank 0's `folder` and `in_mlflow` count: look there if the disk has none.
+    A collective; only rank 0's arguments count. `in_mlflow`: MLflow is asked if the disk has none.
     Raises UserError, on every rank, if MLflow does not answer or without a process group.
     """
     world = world_of_process_group()

@@ -38,7 +38,9 @@ class Reporter:
         # Each metric's values since the last report: 0-d, and [2] or [2, n] of a `Ratio`. They stay
         # on the device.
         self._columns: dict[str, list[Tensor]] = {}
-        self._count, self._views = 0, set[str]()
+        # The number of columns: each step compares with it, and saves a call.
+        self._count = 0
+        self._views = set[str]()
         """Metrics such as `logits[0, 0]`, which would keep all of the logits until the report."""
         self._is_compared = False
         # The first window is one step: nobody knows yet how long a step takes.
