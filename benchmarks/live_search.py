@@ -1,6 +1,6 @@
 """Check the verdicts of real searches: train winner and own configuration on ten new seeds each.
 
-    python benchmarks/live_search.py digits shapes [--studies 5] [--minutes 2]
+    python benchmarks/live_search.py digits letters [--studies 5] [--minutes 2]
 
 Each study has its own seeds, so that its trials and confirmations differ from those of the others.
 The checks alternate, and no search used their seeds. A study takes about four minutes. Results are
@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from hard_tasks import Shapes
+from hard_tasks import Chapters, Letters, Rows, Shapes
 from harness import RESULTS, machine, save
 from noisy_digits import NoisyDigits
 
@@ -33,8 +33,15 @@ from rankzero.tuning.verdict.decide import ConfirmationRun, costs_of
 
 T = TypeVar("T")
 NAME = "live_search"
-# Tasks whose own configuration reaches the target on almost every seed.
-SUBJECTS: dict[str, type[Experiment]] = {"digits": NoisyDigits, "shapes": Shapes}
+# Tasks whose own configuration reaches the target on almost every seed. Those of the tables miss it
+# with the learning rate that they are declared with.
+SUBJECTS: dict[str, Experiment] = {
+    "digits": NoisyDigits(),
+    "shapes": Shapes(),
+    "letters": Letters(lr=2e-3),
+    "chapters": Chapters(lr=2e-3),
+    "rows": Rows(lr=3e-3),
+}
 # A search trains on its seed and the next ones, and confirms on those from 1000 higher on.
 APART, CHECKS_FROM = 10_000, 5_000
 
@@ -54,9 +61,10 @@ def main() -> None:
     for _ in range(options.studies):
         for task in options.tasks:
             number = sum(row["task"] == task for row in rows)
-            found = study(SUBJECTS[task](), APART * (1 + number), options.minutes, options.checks)
-            rows.append({"task": task, "number": number, **found, "date": machine()["date"]})
-            save(NAME, minutes=options.minutes, rows=rows)
+            found = study(SUBJECTS[task], APART * (1 + number), options.minutes, options.checks)
+            about = {"task": task, "number": number, "minutes": options.minutes}
+            rows.append({**about, **found, "date": machine()["date"]})
+            save(NAME, rows=rows)
             print(task, number, found["sentence"], flush=True)
             print(f"    stated {found['stated']}, checked {found['checked']}", flush=True)
     print(summary(rows))
