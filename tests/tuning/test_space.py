@@ -312,6 +312,13 @@ def test_drawn_numbers_of_steps_are_scaled_as_the_references_are() -> None:
     assert (found.warmup_steps, found.micro_batch) == (0, None)
 
 
+def test_a_drawn_micro_batch_divides_the_users_own_batch() -> None:
+    space = make_space(searching(train__micro_batch=Integer(8, 64)), 1, 0.5)
+    own = {BATCH_INDEX: space.batch_sizes.index(64), FACTOR: 1.0}
+    found = [space.experiment({**own, "train.micro_batch": size}).train for size in (8, 37, 64)]
+    assert [train.micro_batch for train in found] == [8, 32, 64]
+
+
 def test_an_own_setting_called_devices_is_searched() -> None:
     class Racks(Plain):
         devices: int = 2

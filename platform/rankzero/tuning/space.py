@@ -149,7 +149,7 @@ class Space:
         }
         # The user's micro-batch need not divide another batch, and neither need a drawn one.
         devices = self.devices_of(parameters)
-        if (ratio, devices) != (1, self.devices[0]) and _MICRO_BATCH in drawn:
+        if _MICRO_BATCH in drawn:
             settings[_MICRO_BATCH] = _dividing(batch_size // devices, drawn[_MICRO_BATCH])
         elif ratio != 1:
             settings[_MICRO_BATCH] = None
