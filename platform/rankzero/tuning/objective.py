@@ -48,11 +48,10 @@ class Objective:
         """Return the settings that the objective changes in a trial's configuration."""
         if self.name in TO_TARGET and self.target is not None:
             return {"goal.target": self.target, "train.limits.stop_at_target": True}
-        if self.name != "quality":
-            return {}
-        # Each trial has the same time. One that stops at the user's target shows no more than that.
+        # A trial that stops at the user's target shows no more than that, and may miss another.
+        whole = {"train.limits.stop_at_target": False}
         minutes = {"train.limits.max_minutes": self.trial_minutes}
-        return {**minutes, "train.limits.stop_at_target": False}
+        return {**minutes, **whole} if self.name == "quality" else whole
 
     def value(self, curve: LearningCurve) -> float:
         """Return the value of a finished trial, to be minimised.
