@@ -135,6 +135,8 @@ def test_a_narrowed_space_keeps_the_reference() -> None:
         ({"width": Choice("wide")}, "expected int"),
         ({"train__precision": Choice("fp8")}, "expected fp32"),
         ({"width": (1, 2)}, "expected Choice, Uniform"),
+        ({"lr_factor": Choice(0.1, 0.2)}, "the search has a parameter of this name"),
+        ({"batch_index": Integer(0, 3)}, "the search has a parameter of this name"),
     ],
 )
 def test_an_invalid_range_raises(ranges: dict[str, Any], message: str) -> None:

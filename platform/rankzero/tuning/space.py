@@ -351,6 +351,8 @@ def _check_range(reference: Experiment, key: str, range_: Range) -> None:
                 "a search would choose the luckiest seed. Leave it out; `rankzero repeat EXP "
                 "--seeds 3` trains the result on several seeds"
             )
+        case _ if key in _NO_SETTINGS:
+            problem = "the search has a parameter of this name: give your setting another one"
         case Choice(options):
             problem = "" if options else "Choice() has no options: name at least one"
         case LogUniform(low, _) if low <= 0:
