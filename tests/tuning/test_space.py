@@ -135,6 +135,14 @@ def test_a_narrowed_space_keeps_the_reference() -> None:
         ({"width": Choice("wide")}, "expected int"),
         ({"train__precision": Choice("fp8")}, "expected fp32"),
         ({"width": (1, 2)}, "expected Choice, Uniform"),
+        (
+            {"width": Uniform(16, 64)},
+            r"real numbers, and width: expected int.*use Integer\(16, 64\)",
+        ),
+        (
+            {"width": LogUniform(16, 64)},
+            r"real numbers, and width: expected int.*use Integer\(16, 64\)",
+        ),
         ({"lr_factor": Choice(0.1, 0.2)}, "the search has a parameter of this name"),
         ({"batch_index": Integer(0, 3)}, "the search has a parameter of this name"),
     ],
@@ -312,6 +320,19 @@ def test_drawn_numbers_of_steps_are_scaled_as_the_references_are() -> None:
     assert found.micro_batch == 16, "the largest up to 24 that divides the batch"
     found = space.experiment({**twice, "train.warmup_steps": 0, "train.micro_batch": None}).train
     assert (found.warmup_steps, found.micro_batch) == (0, None)
+
+
+def test_a_range_of_real_numbers_is_fine_for_what_is_rounded() -> None:
+    class Ranges(Plain):
+        clip: float = 1.0
+        search = {
+            "train.warmup_steps": Uniform(1, 9),
+            "train.batch_size": LogUniform(32, 128),
+            "clip": Uniform(1, 2),
+        }
+
+    space = make_space(Ranges(), 1, 0.5)
+    assert space.experiment({"train.warmup_steps": 2.6, "clip": 1.5}).train.warmup_steps == 3
 
 
 def test_a_drawn_micro_batch_divides_the_users_own_batch() -> None:

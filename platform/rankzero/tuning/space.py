@@ -31,6 +31,8 @@ DEVICES = "number of devices"
 """On a CPU, devices are processes. No setting of the user's can have this name."""
 _NO_SETTINGS = (BATCH_INDEX, FACTOR, SPEED, DEVICES)
 _MICRO_BATCH = "train.micro_batch"
+_STEPS = ("train.steps", "train.eval_every", "train.warmup_steps")
+_ROUNDED = (BATCH, *_STEPS)
 _FACTORS = LogUniform(1 / 32, 32.0)  # three decades: a guess may be far off
 _WIDE_STEP, _SHORT_WAY, _EDGE = 4.0, 1.2, 1.5  # ratios of learning rates
 _MOST_DOUBLINGS = 5  # up or down from the user's own batch size
@@ -133,11 +135,9 @@ class Space:
         if BATCH_INDEX in parameters:
             batch_size = self.batch_sizes[int(parameters[BATCH_INDEX])]
         ratio = train.batch_size / batch_size
-        in_steps = {
-            "train.steps": train.steps,
-            "train.eval_every": train.eval_every,
-            "train.warmup_steps": train.warmup_steps,
-        }
+        in_steps = dict(
+            zip(_STEPS, (train.steps, train.eval_every, train.warmup_steps), strict=True)
+        )
         drawn = {key: value for key, value in parameters.items() if key not in _NO_SETTINGS}
         # The range of a number of steps is one for the user's own batch size.
         in_steps |= {key: drawn[key] for key in in_steps if key in drawn}
@@ -367,9 +367,23 @@ def _check_range(reference: Experiment, key: str, range_: Range) -> None:
             )
     if problem:
         raise ConfigError(f"search[{key!r}]: {problem}")
+    _check_values(reference, key, range_)
+
+
+def _check_values(reference: Experiment, key: str, range_: Range) -> None:
+    """Raise ConfigError if the setting cannot have the values of its range."""
     # Overriding checks the key, the type, and the setting's own limits.
     for value in _ends(range_):
         override(reference, {key: value})
+    # The ends may be integers by chance. The batch size and numbers of steps are rounded.
+    if isinstance(range_, Uniform | LogUniform) and key not in _ROUNDED:
+        try:
+            override(reference, {key: math.nextafter(range_.low, range_.high)})
+        except ConfigError as error:
+            name, ends = type(range_).__name__, f"{range_.low}, {range_.high}"
+            raise ConfigError(
+                f"search[{key!r}]: {name} draws real numbers, and {error}: use Integer({ends})"
+            ) from error
 
 
 def _check_own(key: str, own: Any, range_: Range) -> None:
