@@ -4,7 +4,7 @@
     energy           joules until then
     throughput       samples/s, with a quality at most a tolerance worse than the reference's
     tokens           tokens/s, with the same constraint
-    quality          the best metric within a fixed training time
+    quality          the best metric after fixed minutes of the clock
 
 Every finished trial gets a value and the same named constraints. A constraint above 0 is violated,
 by that much relative to what is wanted. Optuna takes a trial without constraints for feasible, so
@@ -42,7 +42,7 @@ class Objective:
     target: float | None
     """The quality to reach; `quality` needs none."""
     trial_minutes: float | None = None
-    """For `quality`: the training time of each trial."""
+    """For `quality`: the minutes of each trial by the clock, evaluations included."""
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that the objective changes in a trial's configuration."""

@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     choose("--objective", choices=NAMES, default=NAMES[0], help=what)
     worse = "for throughput, tokens: how much worse than yours the quality may be, relative to it"
     add("--tolerance", type=float, default=0.01, help=worse)
-    add("--trial-minutes", type=float, help="for quality: the training time of each trial")
+    add("--trial-minutes", type=float, help="for quality: a trial's minutes, evaluations included")
     draws = "what draws the next trial: %(choices)s (default: %(default)s)"
     choose("--sampler", choices=SAMPLERS, default="tpe", help=draws)
     stops = "what stops bad trials: %(choices)s (default: %(default)s)"
@@ -330,7 +330,7 @@ def _search_options(arguments: argparse.Namespace) -> SearchOptions:
         why = "one run says nothing about the noise"
         raise UserError(f"--seeds must be at least 2, got {arguments.seeds}: {why}")
     if arguments.objective == "quality" and arguments.trial_minutes is None:
-        raise UserError("--objective quality needs --trial-minutes, the training time of a trial")
+        raise UserError("--objective quality needs --trial-minutes: how long a trial trains")
     if arguments.like is not None and arguments.sampler == "grid":
         raise UserError(
             "--like begins with other trials, and a grid covers its cells: leave it out"
