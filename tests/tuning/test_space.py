@@ -335,6 +335,19 @@ def test_a_range_of_real_numbers_is_fine_for_what_is_rounded() -> None:
     assert space.experiment({"train.warmup_steps": 2.6, "clip": 1.5}).train.warmup_steps == 3
 
 
+def test_other_batches_keep_the_users_micro_batch_as_far_as_it_divides_them() -> None:
+    space = make_space(override(Plain(), {"train.micro_batch": 12, BATCH: 24}), 1, 0.5, more=(2, 3))
+    for index, size in enumerate(space.batch_sizes):
+        for devices in space.devices:
+            drawn = space.on(devices, {BATCH_INDEX: index})
+            train = space.experiment(drawn).train
+            assert train.micro_batch is not None and train.micro_batch <= 12
+            assert train.batch_size == size and size % (devices * train.micro_batch) == 0
+    assert space.experiment(space.reference_parameters()).train.micro_batch == 12
+    largest = space.experiment({BATCH_INDEX: len(space.batch_sizes) - 1}).train
+    assert (largest.batch_size, largest.micro_batch) == (768, 12)
+
+
 def test_a_drawn_micro_batch_divides_the_users_own_batch() -> None:
     space = make_space(searching(train__micro_batch=Integer(8, 64)), 1, 0.5)
     own = {BATCH_INDEX: space.batch_sizes.index(64), FACTOR: 1.0}

@@ -149,10 +149,9 @@ class Space:
         }
         # The user's micro-batch need not divide another batch, and neither need a drawn one.
         devices = self.devices_of(parameters)
-        if _MICRO_BATCH in drawn:
-            settings[_MICRO_BATCH] = _dividing(batch_size // devices, drawn[_MICRO_BATCH])
-        elif ratio != 1:
-            settings[_MICRO_BATCH] = None
+        most = drawn.get(_MICRO_BATCH, train.micro_batch)
+        if (ratio, devices, most) != (1, self.devices[0], train.micro_batch):
+            settings[_MICRO_BATCH] = _dividing(batch_size // devices, most)
         if SPEED in parameters:
             settings |= self._speed_settings(batch_size)
         return override(self.reference, settings)
