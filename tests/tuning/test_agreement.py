@@ -20,7 +20,7 @@ from rankzero.tuning.agreement import (
 )
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.probe.grid import ProbeResult
-from rankzero.tuning.space import SPEED, make_space
+from rankzero.tuning.space import BATCH_INDEX, PRECISION, SPEED, make_space
 from rankzero.tuning.study import Study, open_study
 
 
@@ -57,6 +57,29 @@ def test_all_processes_use_the_settings_of_speed_that_the_first_leader_measured(
     agree_on_space(study, SPACE_OF_MINE, MAP, SearchOptions(), speed)
     later = agree_on_space(study, SPACE_OF_MINE, MAP, SearchOptions(), {"train.compile": True})
     assert later.speed == check_space(study, SPACE_OF_MINE, SearchOptions()).speed == speed
+
+
+def test_no_trial_has_a_larger_micro_batch_than_the_probe_found_to_fit(study: Study) -> None:
+    own = make_space(Mine(), 1, 0.5, ("fp32", "bf16"), samples=1000)
+    measured = [
+        *(ProbeResult(size, size, "fp32", "ok", float(size)) for size in (8, 16)),
+        ProbeResult(32, 32, "fp32", "out of memory"),
+        ProbeResult(64, 16, "fp32", "ok", 64.0),
+        *(ProbeResult(size, size, "bf16", "ok", size + 1.0) for size in (16, 32, 64)),
+    ]
+    agree_on_space(study, own, measured, SearchOptions())
+    space = check_space(study, own, SearchOptions())
+    assert space.batch_sizes == (8, 16, 32, 64)
+    found = {
+        (index, precision): space.experiment({BATCH_INDEX: index, PRECISION: precision}).train
+        for index in range(4)
+        for precision in ("fp32", "bf16")
+    }
+    assert [found[index, "fp32"].micro_batch for index in range(4)] == [None, None, 16, 16]
+    assert {found[index, "bf16"].micro_batch for index in range(4)} == {None}
+    reference = space.experiment(space.reference_parameters()).train
+    assert reference == override(Mine(), {"train.micro_batch": 16}).train
+    assert "train.micro_batch=16" in space.warnings()[-1] and own.warnings() == []
 
 
 def test_a_study_of_an_older_version_has_no_settings_of_speed(study: Study) -> None:

@@ -57,12 +57,13 @@ def search(tmp_path: Path) -> Searcher:
         devices: tuple[int, ...] = (1,),
         name: str = "s",
         like: Study | None = None,
+        micro_batches: Mapping[str, int] | None = None,
         **options: Any,
     ) -> tuple[Verdict, Study, FakeLauncher, list[str]]:
         launcher = launcher or FakeLauncher()
         own, *more = devices
         space = make_space(experiment or Mine(), own, 0.5, samples=1000, more=more)
-        space = dataclasses.replace(space, speed=speed or {})
+        space = dataclasses.replace(space, speed=speed or {}, micro_batches=micro_batches or {})
         study = open_study(
             f"journal:///{tmp_path / 'studies.log'}", name, sampler=sampler, pruner=pruner, seed=0
         )
@@ -155,6 +156,13 @@ def test_a_choice_among_tuples_continues(tmp_path: Path, storage: str, sampler: 
         trained |= {one.betas for one in launcher.started if isinstance(one, Tuples)}
         study.members.close()
     assert trained == set(Tuples.search["betas"].options), "as tuples"
+
+
+def test_no_training_has_a_larger_micro_batch_than_fits(search: Searcher) -> None:
+    _, _, launcher, _ = search(micro_batches={"1 x fp32": 16}, trials=9)
+    sizes = {(one.train.batch_size, one.train.micro_batch) for one in launcher.started}
+    assert {16 if batch > 16 else None for batch, _ in sizes} == {size for _, size in sizes}
+    assert launcher.started[0].train.micro_batch == 16, "the reference's, too"
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)

@@ -14,7 +14,7 @@ from rankzero.redaction.text import settings_without_secrets
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.probe import grid
 from rankzero.tuning.probe.grid import ProbeResult
-from rankzero.tuning.space import Space, asked_for, narrowed
+from rankzero.tuning.space import Space, asked_for, narrowed, row_name
 from rankzero.tuning.study import Study
 
 SPACE = "space"
@@ -68,6 +68,7 @@ def agree_on_space(
             "precisions": space.precisions,
             "signature": _signature(space, options),
             "speed": dict(space.speed),
+            "micro_batches": _fitting(measured),
             "devices": space.devices,
             "machines": space.machines,
             "settings": _settings(space, options),
@@ -79,6 +80,22 @@ def agree_on_space(
         # An older version had a narrower range of the learning rate. Helpers have this one, too.
         study.note(SPACE, {**fact, "signature": _signature(found, options)})
     return found
+
+
+def _fitting(measured: Sequence[ProbeResult]) -> dict[str, int]:
+    """Return the largest micro-batch that fits, by row of the map, where larger ones do not."""
+    fits = dict[str, int]()
+    for one in measured:
+        if one.status == "ok":
+            name = row_name(one.devices, one.precision)
+            fits[name] = max(one.micro_batch, fits.get(name, 0))
+    # The map accumulates only if a rank's whole share does not fit.
+    limited = {
+        row_name(one.devices, one.precision)
+        for one in measured
+        if one.status == "out of memory" or one.micro_batch < one.batch_size // one.devices
+    }
+    return {name: size for name, size in fits.items() if name in limited}
 
 
 def check_space(study: Study, space: Space, options: SearchOptions) -> Space:
@@ -99,8 +116,10 @@ def _stored_space(study: Study, space: Space) -> Space:
     _check_devices(study, space)
     fact = study.facts[SPACE]
     found = narrowed(space, fact["batch_sizes"], fact["precisions"])
-    # A study of an older version decided on none.
-    found = dataclasses.replace(found, speed=fact.get("speed", {}))
+    # A study of an older version decided on none, and stored no micro-batches.
+    found = dataclasses.replace(
+        found, speed=fact.get("speed", {}), micro_batches=fact.get("micro_batches", {})
+    )
     study.draw_from(found.parameters())
     return found
 

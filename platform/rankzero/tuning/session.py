@@ -154,8 +154,9 @@ class Session:
                 raise RunFailed(text)
 
     def _reference_job(self) -> TrialJob:
-        number, _ = self._study.ask(self._space.reference_parameters())
-        reference, began = self._space.reference, self._clock()
+        own = self._space.reference_parameters()
+        number, _ = self._study.ask(own)
+        reference, began = self._space.experiment(own), self._clock()
         # A reference that sets the target is trained to its end.
         objective = dataclasses.replace(self._objective, target=reference.goal.target)
 

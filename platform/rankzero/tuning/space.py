@@ -58,6 +58,8 @@ class Space:
     """The knobs of speed that the probe decides."""
     speed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The settings that it decided on. All trials but the reference have them."""
+    micro_batches: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """The largest micro-batch that fits, by row of the probe map, where larger ones do not."""
 
     def __str__(self) -> str:
         batch = "-".join(map(str, sorted({self.batch_sizes[0], self.batch_sizes[-1]})))
@@ -71,7 +73,7 @@ class Space:
         return ", ".join([*parts, *self.extras, *speed])
 
     def warnings(self) -> list[str]:
-        """Return why the winner might only be lucky, and which batch sizes are left out."""
+        """Return why the winner might only be lucky, and what is not as the user asked for."""
         own, parts = type(self.reference).search.get(BATCH), math.lcm(*self.devices)
         sizes = own.options if isinstance(own, Choice) else ()
         lost = ", ".join(str(size) for size in sizes if size % parts)
@@ -83,7 +85,10 @@ class Space:
         ]
         counts = "/".join(map(str, self.devices))
         left_out = f"no trial has {BATCH}={lost}, which cannot be divided among {counts} devices"
-        return [*found, *([left_out] if lost else [])]
+        size = self.experiment(self.reference_parameters()).train.micro_batch
+        changed = f"your own batch does not fit the memory: {_MICRO_BATCH}={size} accumulates it"
+        is_own = size == self.reference.train.micro_batch
+        return [*found, *([left_out] if lost else []), *([] if is_own else [changed])]
 
     def check_reference(self) -> None:
         """Raise UserError if the reference has a value that its range cannot draw."""
@@ -128,7 +133,8 @@ class Space:
     def experiment(self, parameters: Mapping[str, Any]) -> Experiment:
         """Return the configuration of drawn `parameters`; the reference has the other settings.
 
-        It trains on as many samples as the reference: a larger batch takes fewer steps.
+        It trains on as many samples as the reference: a larger batch takes fewer steps. It has a
+        smaller micro-batch if the probe showed that the memory needs one. So has the reference.
         """
         train = self.reference.train
         batch_size = train.batch_size
@@ -149,9 +155,11 @@ class Space:
         }
         # The user's micro-batch need not divide another batch, and neither need a drawn one.
         devices = self.devices_of(parameters)
-        most = drawn.get(_MICRO_BATCH, train.micro_batch)
+        share, most = batch_size // devices, drawn.get(_MICRO_BATCH, train.micro_batch)
+        fitting = self.micro_batches.get(row_name(devices, drawn.get(PRECISION, train.precision)))
+        most = fitting if fitting and fitting < (most or share) else most
         if (ratio, devices, most) != (1, self.devices[0], train.micro_batch):
-            settings[_MICRO_BATCH] = _dividing(batch_size // devices, most)
+            settings[_MICRO_BATCH] = _dividing(share, most)
         if SPEED in parameters:
             settings |= self._speed_settings(batch_size)
         return override(self.reference, settings)
@@ -306,6 +314,11 @@ def settings_text(settings: Mapping[str, Any]) -> str:
         text = f"{value:.2g}" if isinstance(value, float) else str(value)
         texts.append(f"{name} {text}".strip())
     return ", ".join(texts)
+
+
+def row_name(devices: int, precision: str) -> str:
+    """Return the name of a row of the probe map: ``4 x bf16``."""
+    return f"{devices} x {precision}"
 
 
 def devices_text(count: int) -> str:
