@@ -11,7 +11,8 @@ import pytest
 
 from rankzero.errors import RunFailed
 from rankzero.experiment import Experiment
-from rankzero.tuning.probe import probe_map
+from rankzero.tuning.probe import grid, probe_map
+from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.probe.worker import ProbeRequest
 from rankzero.tuning.space import make_space
 from rankzero.tuning.trials.describe import ExperimentDescription
@@ -25,7 +26,7 @@ SPACE = make_space(Experiment(), 1, 0.5, ("fp32", "bf16"))
 class BrokenHost:
     """Its processes end without a result."""
 
-    is_starting = False
+    is_starting = was_lost = False
 
     def run(self, *_: Any) -> None:
         pass
@@ -37,7 +38,7 @@ class BrokenHost:
 class HangingHost:
     """Its processes begin a cell, and hang until they are killed."""
 
-    is_starting = False
+    is_starting = was_lost = False
 
     def __init__(self) -> None:
         self.signals: list[int] = []
@@ -54,6 +55,67 @@ class HangingHost:
 
     def signal(self, number: int, _written: object) -> None:
         self.signals.append(number)
+
+
+class MeasuringHost:
+    """Its processes measure all cells. It is lost in the first `losses` passes, at 256 samples."""
+
+    is_starting = False
+
+    def __init__(self, losses: int = 0) -> None:
+        self.losses, self.was_lost = losses, False
+        self.measured: list[tuple[int, str]] = []
+
+    def run(self, _entry: object, _topology: object, request: ProbeRequest, *_: Path) -> None:
+        known = list(request.known)
+        self.was_lost = False
+        while cell := request.next_cell(known):
+            fields = dataclasses.asdict(cell)
+            request.append({"begun": fields})
+            if self.losses and cell.batch_size == 256:
+                self.losses, self.was_lost = self.losses - 1, True
+                return
+            known.append(ProbeResult(**fields, status="ok", samples_per_second=cell.batch_size))
+            request.append(dataclasses.asdict(known[-1]))
+            self.measured.append((cell.batch_size, cell.precision))
+
+    def has_ended(self, _: float) -> bool:
+        return True
+
+
+def measured_with(host: object, folder: Path, lines: list[str]) -> list[ProbeResult]:
+    return probe_map.measure(
+        SPACE, DESCRIBED, "", folder, cast("Any", host), lines.append, 0.0
+    ).cells
+
+
+def test_a_later_command_measures_failed_cells_again_and_no_others(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed):
+        measured_with(HangingHost(), tmp_path, [])
+    host = MeasuringHost()
+    whole = measured_with(host, tmp_path, [])
+    assert {one.status for one in whole} == {"ok"} and len(host.measured) == len(whole)
+    again = MeasuringHost()
+    assert measured_with(again, tmp_path, []) == whole and not again.measured
+
+
+def test_a_lack_of_memory_is_kept_if_the_device_has_a_limit() -> None:
+    size = (64, 64, "fp32")
+    without = ProbeResult(*size, "out of memory")
+    assert not grid.is_lasting(without) and not grid.is_lasting(ProbeResult(*size, "refused"))
+    assert grid.is_lasting(dataclasses.replace(without, memory_limit_bytes=1))
+
+
+@pytest.mark.parametrize(("losses", "failures"), [(1, 0), (2, 1)])
+def test_a_cell_whose_host_is_lost_is_measured_once_again(
+    tmp_path: Path, losses: int, failures: int
+) -> None:
+    lines = list[str]()
+    cells = measured_with(MeasuringHost(losses), tmp_path, lines)
+    assert [one.status for one in cells].count("failed") == failures
+    assert sum("failed" in line for line in lines) == failures
+    if not failures:
+        assert 256 in {one.batch_size for one in cells if one.precision == "fp32"}
 
 
 def test_a_cell_that_hangs_is_killed_and_the_next_one_measured(tmp_path: Path) -> None:

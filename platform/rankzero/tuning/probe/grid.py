@@ -74,6 +74,14 @@ def parse(fields: Mapping[str, Any]) -> ProbeResult:
     return ProbeResult(**{name: value for name, value in fields.items() if name in known})
 
 
+def is_lasting(one: ProbeResult) -> bool:
+    """Return whether a measurement holds for later commands, too: a failure may have been mended.
+
+    A lack of memory is one only of a device with a known limit.
+    """
+    return one.status == "ok" or (one.status == "out of memory" and bool(one.memory_limit_bytes))
+
+
 def next_cell(
     measured: Sequence[ProbeResult],
     batch_sizes: Sequence[int],

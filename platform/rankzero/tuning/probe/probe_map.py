@@ -1,6 +1,7 @@
 """The probe map: speed and memory of batch size x precision, and the effects of knobs at its knee.
 
-Each cell is measured once and kept. Each number of devices has a map; knobs are measured on most.
+Each cell is measured once and kept; one that failed is measured again by the next command. Each
+number of devices has a map; knobs are measured on most.
 """
 
 from __future__ import annotations
@@ -131,10 +132,12 @@ def _measure_on(
     )
     request.results.parent.mkdir(parents=True, exist_ok=True)
     # Each pass ends with the map, or with a cell that ended the processes.
-    before, known = -1, _read(request.results)
-    while before < len(known) and request.next_cell(known) is not None:
+    earlier = lines = len(_lines(request.results))
+    before, known = -1, _read(request.results, earlier)
+    while before < lines and request.next_cell(known) is not None:
         measure_once(dataclasses.replace(request, known=tuple(known)))
-        before, known = len(known), _read(request.results)
+        before, lines = lines, len(_lines(request.results))
+        known = _read(request.results, earlier)
     cells = request.cells(known)
     if (knee := grid.knee(cells)) is None:
         # All cells fail for the same reason then, such as an error in the user's code.
@@ -182,8 +185,9 @@ def _measure_once(
             failure = Failure(time.time(), -1, reason, "", FailureKind.HANG)
             failures.write(failure, request.failures)
             host.signal(signal.SIGQUIT, [request.failures])
-    # A cell that was begun and has no result has killed its processes.
-    if lines and "begun" in lines[-1]:
+    # A cell that was begun and has no result has killed its processes. If their host is lost, that
+    # may be no fault of the cell: it is measured once again.
+    if lines and "begun" in lines[-1] and (not host.was_lost or lines[-2:-1] == lines[-1:]):
         _record_lost(request, lines[-1]["begun"], notify)
 
 
@@ -199,9 +203,14 @@ def _record_lost(
     notify(_line(grid.parse(lost)))
 
 
-def _read(path: Path) -> list[ProbeResult]:
-    """Return the measured cells in a file of results. Ignore lines that a crash tore."""
-    return [grid.parse(fields) for fields in _lines(path) if "status" in fields]
+def _read(path: Path, earlier: int) -> list[ProbeResult]:
+    """Return the measured cells in a file of results. Ignore lines that a crash tore.
+
+    The first `earlier` lines are of other commands. A failure of theirs may be mended by now.
+    """
+    found = enumerate(_lines(path))
+    cells = [(place, grid.parse(fields)) for place, fields in found if "status" in fields]
+    return [one for place, one in cells if place >= earlier or grid.is_lasting(one)]
 
 
 def guesses(space: Space, measured: Sequence[ProbeResult]) -> list[dict[str, Any]]:
