@@ -67,3 +67,16 @@ def test_a_stream_without_a_length_gives_notice_that_it_has_one_epoch() -> None:
         data = {"training": job.train_loader.dataset}
         found = list(worker._notices(request({}), job, state, data))
         assert len(found) == notices and all("every step is of epoch 0" in one for one in found)
+
+
+def test_what_the_optimizer_leaves_out_is_named_once() -> None:
+    for probe, notices in (
+        ("left out", ["0.weight, 0.bias, 2.weight and 3 more, so they are not trained"]),
+        ("frozen", []),
+        ("", []),
+    ):
+        experiment = layered(probe=probe)
+        job, state = build(experiment, World(Ranks(), torch.device("cpu")))
+        data = {"training": job.train_loader.dataset}
+        found = list(worker._notices(request({}), job, state, data))
+        assert found == [f"optimizer() leaves out {one}" for one in notices]

@@ -45,6 +45,7 @@ def build(
     model = experiment.model()
     # A pretraining within model() leaves gradients, for the first step and that of each resume.
     model.zero_grad()
+    trainable = [name for name, one in model.named_parameters() if one.requires_grad]
     make_loader = _loader_factory(experiment, world)
     train_loader = make_loader(train_set)
     example_batch = functools.partial(_example_batch, train_loader, order)
@@ -75,6 +76,7 @@ def build(
         takes_progress=takes_progress(experiment.measure),
         schedule_takes_progress=takes_progress(experiment.schedule, _SCHEDULE),
         model_tags=parameter_counts.tags(model),
+        left_out=[name for name in trainable if not model.get_parameter(name).requires_grad],
     )
     state = _initial_state(strategy, train.ema)
     parts.begin(0, strategy)

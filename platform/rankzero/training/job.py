@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +79,8 @@ class TrainingContext:
     """Announces to the watchdog a step that compiles the model and starts data loaders."""
     model_tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The model's numbers of parameters."""
+    left_out: Sequence[str] = ()
+    """The parameters that `optimizer()` left out, which are frozen."""
     image_capture: ImageCapture = dataclasses.field(default_factory=ImageCapture)
     work_meter: WorkMeter = dataclasses.field(default_factory=WorkMeter)
     helpers: Mapping[str, nn.Module] = dataclasses.field(default_factory=dict)

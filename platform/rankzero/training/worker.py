@@ -147,6 +147,9 @@ def _notices(
     if OUT_OF_MEMORY in request.environment:
         halved = request.environment[OUT_OF_MEMORY]
         yield f"out of memory: {halved}; the batch stays {job.batch_order.batch_size}"
+    if left_out := job.left_out:
+        more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
+        yield f"optimizer() leaves out {', '.join(left_out[:3])}{more}, so they are not trained"
     early = improvement.early_end(job.experiment, state)
     if early and state.step < job.total_steps and not state.evaluation_pending:
         yield (

@@ -44,6 +44,15 @@ def test_an_optimizer_that_needs_a_closure_is_refused(several: bool) -> None:
         optimizers.of(LineSearch(), linear())
 
 
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    class Mistaken(Experiment):
+        def optimizer(self, model: nn.Module) -> optim.Optimizer:
+            return optim.SGD(linear().parameters(), lr=0.1)
+
+    with pytest.raises(UserError, match="without a parameter of the model"):
+        optimizers.of(Mistaken(), linear())
+
+
 def test_an_optimizer_with_hooks_is_not_replaced() -> None:
     model, called = linear(), []
     optimizer = optim.SGD(model.parameters(), lr=0.1)

@@ -36,6 +36,7 @@ STRATEGIES = ("ddp", *DIVIDED)
 LEFT = (("ddp", 4, 1), ("zero1", 8, 0), ("fsdp", 4, 1), ("tp", 4, 0), ("pp", 4, 0))
 """Strategy, the step whose evaluation is interrupted, and the only rank that gets the signal."""
 FP16: dict[str, Any] = {"train__precision": "fp16"}
+NORMED: dict[str, Any] = {"train__clip": 0.05, "train__log_gradient_norm": True}
 STATIC: dict[str, Any] = {"train__strategy": "ddp", "train__ddp__static_graph": True}
 BY_FAR = {"goal__metric": "val/far/loss", "train__eval_every": 2}
 RESTED = ("ddp", "zero1", "fsdp", "tp")
@@ -64,6 +65,10 @@ CASES = [
             before={"weight_decay": 0.0},
         )
         for name in STRATEGIES
+    ),
+    *(
+        Case(f"{name}-probe", {"train__strategy": name, "probe": "left out", **NORMED}, stop_at=3)
+        for name in ("ddp", "zero1", "fsdp", "tp")
     ),
     Case("tp-dropout", {"train__strategy": "tp", "dropout": 0.3}),
     *(
@@ -243,6 +248,16 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole(
     one = alone(train__clip=0.05)
     assert seen(folder, f"{name}-clip")["losses"] == pytest.approx(one["losses"], rel=1e-4)
     assert one["losses"] != alone()["losses"]
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "fsdp", "tp"])
+def test_what_the_optimizer_leaves_out_has_no_part_in_the_norm(
+    folder: Path, alone: Any, name: str
+) -> None:
+    one, two = alone(probe="frozen", **NORMED), seen(folder, f"{name}-probe")
+    assert "error" not in two and two["begun"] == [0, 4]
+    for metric in ("train/loss", "train/gradient_norm"):
+        assert two["logged"][metric] == pytest.approx(one["logged"][metric], rel=1e-4)
 
 
 def test_partial_gradients_are_clipped_by_their_sum(folder: Path, alone: Any) -> None:

@@ -20,8 +20,9 @@ from rankzero.training.optimization.joint_optimizer import JointOptimizer
 def of(experiment: Experiment, model: nn.Module, *, fuse: bool = True) -> Optimizer:
     """Return the experiment's optimizer of `model`, fused if that changes nothing else.
 
-    Several optimizers become a JointOptimizer. Raises UserError if they do not divide the model's
-    parameters among them, or if one needs a closure.
+    Several optimizers become a JointOptimizer. Parameters that a single one lacks are frozen.
+    Raises UserError if several do not divide the model's parameters among them, if one has none of
+    them, or if one needs a closure.
     """
     made, precision = experiment.optimizer(model), experiment.train.precision
     for one in made.values() if isinstance(made, Mapping) else (made,):
@@ -32,7 +33,20 @@ def of(experiment: Experiment, model: nn.Module, *, fuse: bool = True) -> Optimi
         joint_optimizer.check(made, model)
         parts = {name: fused(one, model, precision) if fuse else one for name, one in made.items()}
         return JointOptimizer(parts)
+    _freeze_others(made, model)
     return fused(made, model, precision) if fuse else made
+
+
+def _freeze_others(optimizer: Optimizer, model: nn.Module) -> None:
+    """Freeze what `optimizer` lacks. Nothing would clear those gradients, and a norm has them."""
+    mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if trainable and mine.isdisjoint(trainable):
+        raise UserError(
+            "optimizer() returned one without a parameter of the model that it is given"
+        )
+    for parameter in trainable:
+        parameter.requires_grad_(parameter in mine)
 
 
 def _check_steps_alone(optimizer: Any) -> None:
