@@ -236,6 +236,12 @@ def test_an_experiment_that_chooses_nothing_has_the_usual_order() -> None:
     assert make_batch_order(Train(), 1000, 2, lambda *_: None) == make_batch_order(Train(), 1000, 2)
 
 
+def test_a_training_without_an_end_asks_for_the_first_1000_epochs_only() -> None:
+    asked = []
+    make_batch_order(Train(steps=10**9), 1000, 2, lambda epoch, _: asked.append(epoch))
+    assert asked == list(range(1000))
+
+
 @pytest.mark.parametrize("length", [{"epochs": 4}, {"steps": 16, "epochs": 1}])
 def test_batches_that_are_chosen_from_a_later_epoch_on_are_refused(length: Any) -> None:
     """Nobody would call `batches` again."""

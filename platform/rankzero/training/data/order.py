@@ -23,6 +23,7 @@ Choose = Callable[[int, torch.Generator], Sequence[Sequence[int]] | None]
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads consecutive integers (Knuth)
 _MOST_NAMED = 8  # ranks, in a message
+_LOOKED_AHEAD = 1000  # epochs; a probe has steps without end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +168,7 @@ def _chooses(choose: Choose, order: BatchOrder, train: Train) -> bool:
     """Return whether `choose` returns batches. Raises UserError if it does not begin at epoch 0."""
     usual_steps = max(1, order.steps_per_epoch)
     epochs = math.ceil(train.steps / usual_steps) if train.steps else train.epochs or 1
+    epochs = min(epochs, _LOOKED_AHEAD)
     first = next((e for e in range(epochs) if choose(e, torch.Generator()) is not None), None)
     if first:
         raise UserError(
