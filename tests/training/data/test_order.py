@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -230,6 +231,13 @@ def test_chosen_batches_are_divided_among_ranks_and_micro_batches() -> None:
     assert [one.tolist() for _, one in later] == [one.tolist() for _, one in every[1][8:]]
     assert [order.samples_of(last, 2) for last in (2, 3, 4)] == [16, 20, 12]
     assert BatchOrder(40, 8, 2, 2, 3).samples_of(9, 4) == 32
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array])
+def test_chosen_batches_may_be_one_matrix(kind: Any) -> None:
+    rows = [[3, 1], [0, 2]]
+    order = make_batch_order(Train(batch_size=2), 4, 1, lambda *_: kind(rows))
+    assert [indices.tolist() for _, indices in order.iter_micro_batches(0, 0, 2)] == rows
 
 
 def test_an_experiment_that_chooses_nothing_has_the_usual_order() -> None:

@@ -202,7 +202,9 @@ def _chosen_lists(order: BatchOrder, choose: Choose) -> Callable[[int], list[Ten
         nonlocal first
         generator = torch.Generator().manual_seed(mix(order.seed, epoch))
         chosen = choose(epoch, generator)
-        found = [torch.as_tensor(one, dtype=torch.int64) for one in chosen or ()]
+        found = [
+            torch.as_tensor(one, dtype=torch.int64) for one in (() if chosen is None else chosen)
+        ]
         if not found or (first and len(found) != first):
             expected = f"{first}, as for epoch 0" if first else "at least one"
             raise UserError(
