@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,12 @@ def test_loss_per_token_trains_the_same_in_micro_batches(alone: Any) -> None:
     whole = alone()
     for micro_batch in (6, 4, 1):
         close(alone(train__micro_batch=micro_batch), whole)
+
+
+def test_step_without_a_token_trains_nothing(alone: Any) -> None:
+    found = alone(masked=True, momentum=0.0, train__steps=3)
+    assert math.isnan(found["losses"]["2"]) and math.isfinite(found["losses"]["3"])
+    alone(masked=True, train__steps=2)
 
 
 def test_mean_over_a_micro_batchs_tokens_depends_on_the_micro_batch(alone: Any) -> None:

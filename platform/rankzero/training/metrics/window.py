@@ -38,6 +38,9 @@ class WindowStats:
     quotients: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     """Per `Ratio` of vectors, the quotients [steps, n]; `values` has their means."""
 
+    is_finite: bool = True
+    """Whether the last step's loss, or both parts of a `Ratio`, are finite numbers."""
+
     @property
     def data_wait_seconds(self) -> float:
         """The longest wait of any rank."""
@@ -46,13 +49,6 @@ class WindowStats:
     @property
     def step_seconds(self) -> float:
         return self.seconds / self.steps
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether the last step's loss is a finite number."""
-        # A training that diverges does not recover: once a weight is NaN, every later loss is. An
-        # earlier infinite loss alone may be harmless: fp16's loss scaler skips such a step.
-        return math.isfinite(self.values["loss"][-1])
 
     def and_then(self, later: WindowStats) -> WindowStats:
         """Return the times of this window and the next as one, with the next one's values."""
@@ -90,10 +86,10 @@ def reduce_window(
     values = torch.cat([one.flatten().double() for one in stacked])
     fused = world.sum(torch.cat([values / world.size, own.flatten().to(values.device)])).cpu()
     parts = fused[: len(values)].split([one.numel() for one in stacked])
-    finished = {
-        name: quotients(part.view(one.shape))
-        for name, part, one in zip(ordered, parts, stacked, strict=True)
+    summed = {
+        name: part.view(one.shape) for name, part, one in zip(ordered, parts, stacked, strict=True)
     }
+    finished = {name: quotients(value) for name, value in summed.items()}
     times = fused[len(values) :].tolist()
     return WindowStats(
         values={name: means(finished[name]).tolist() for name in columns},
@@ -104,6 +100,9 @@ def reduce_window(
         steps=len(stacked[0]),
         tokens=sum(times[4::5]),
         quotients={name: value for name, value in finished.items() if value.dim() > 1},
+        # A training that diverges does not recover: once a weight is NaN, every later loss is. An
+        # earlier infinite loss alone may be harmless: fp16's loss scaler skips such a step.
+        is_finite="loss" not in summed or bool(summed["loss"][-1].isfinite().all()),
     )
 
 

@@ -157,7 +157,9 @@ def divide_gradients(model: nn.Module, loss: Tensor, samples: int, world: World)
     """
     # Every strategy averages gradients over micro-batches and ranks. With the denominator averaged
     # likewise, their quotient is that of the sums. The host does not wait for it.
-    factor = samples * world.size / world.sum(loss[1].clone())
+    total = world.sum(loss[1].clone())
+    # Without a denominator there is no gradient. Infinity times 0 would make every weight NaN.
+    factor = torch.where(total == 0, 0.0, samples * world.size / total)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     # A part of a gradient is a DTensor, which has `to_local`.
     local = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
