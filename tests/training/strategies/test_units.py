@@ -61,3 +61,10 @@ def test_a_copy_of_a_model_uses_its_own_weights() -> None:
 def test_a_model_without_units_is_refused() -> None:
     with pytest.raises(UserError, match="the model has none: put its layers into one"):
         units.recompute(nn.Linear(2, 2), compiled=False)
+
+
+def test_units_in_a_list_of_lists_are_its_innermost_items() -> None:
+    block = Block()
+    model = nn.ModuleList([nn.ModuleList([block, nn.ReLU()]), nn.ModuleList([nn.Linear(4, 1)])])
+    first, second = units.units(nn.ModuleDict({"stages": model}))
+    assert first is block and isinstance(second, nn.Linear)

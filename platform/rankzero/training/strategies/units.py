@@ -15,12 +15,13 @@ from rankzero.errors import UserError
 
 def units(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the items of the outermost `nn.Sequential`s and `nn.ModuleList`s with parameters."""
-    children = list(model.children())
-    if isinstance(model, (nn.Sequential, nn.ModuleList)):
-        yield from (child for child in children if any(True for _ in child.parameters()))
-        return
-    for child in children:
-        yield from units(child)
+    has_items = isinstance(model, (nn.Sequential, nn.ModuleList))
+    for child in model.children():
+        # Nobody calls a list within a list, only its items.
+        if not has_items or type(child).forward is nn.Module.forward:
+            yield from units(child)
+        elif any(True for _ in child.parameters()):
+            yield child
 
 
 def recompute(model: nn.Module, *, compiled: bool) -> None:
