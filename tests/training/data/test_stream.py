@@ -121,6 +121,13 @@ def test_an_epoch_has_every_sample_once(kind: Any, ranks: int, workers: int) -> 
     assert len({row[1] for row in found}) == len({row[2] for row in found}) == 48
 
 
+def test_a_stream_of_the_users_own_package_datasets_is_an_ordinary_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Shuffled, "__module__", "datasets.mine")
+    assert len(next(batches(loader_of(Shuffled(), 1), 0, 2, 1)))
+
+
 def test_a_stream_that_divides_itself_is_left_alone() -> None:
     for workers in (0, 2):
         found = epoch_of([Divided(rank, 2) for rank in (0, 1)], workers)

@@ -361,7 +361,8 @@ def _useful_workers(stream: Any, ranks: int, wanted: int) -> int:
 
 
 def _is_hugging_face(stream: Any) -> bool:
-    return _is_of(stream, "datasets")
+    # A user's own package may have the name, too.
+    return _is_of(stream, "datasets") and hasattr(stream, "_ex_iterable")
 
 
 def _is_of(stream: Any, package: str) -> bool:
