@@ -118,8 +118,12 @@ def test_batched_access_of_a_data_set_is_used() -> None:
     assert batch[:, 1:].abs().sum() == 0 and len(batch) == 8
 
 
-def test_a_subset_augments_each_sample_with_its_own_seed() -> None:
+def test_batched_access_augments_each_sample_with_its_own_seed() -> None:
     part = Subset(Subset(Noise(), range(20)), range(20))  # as random_split makes them
+
+    class Batched(Noise):
+        def __getitems__(self, indices: list[int]) -> list[Tensor]:
+            return [self[index] for index in indices]
 
     def rows(dataset: Any, batch_size: int) -> dict[int, list[float]]:
         batches = feed(dataset).train_batches(
@@ -128,6 +132,7 @@ def test_a_subset_augments_each_sample_with_its_own_seed() -> None:
         return {int(row[0]): row[1:] for batch in batches for row in batch.tolist()}
 
     assert rows(part, 10) == rows(Noise(), 10) == rows(part, 5)
+    assert rows(Batched(), 10) == rows(Noise(), 10) == rows(Batched(), 5)
 
 
 def drawn_by_collate(

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 from rankzero.experiment import Experiment
 from rankzero.training.data import processes
 from rankzero.training.data.device_copy import DeviceCopier
-from rankzero.training.data.draws import SeededDraws
+from rankzero.training.data.draws import GENERATORS, SeededDraws
 from rankzero.training.data.order import BatchOrder, mix_in, shard
 from rankzero.training.data.samples import BatchMaker, Collate, batch_maker
 
@@ -149,7 +149,7 @@ class _SeededBatches(Dataset[Any]):
         inner = dataset
         while getattr(type(inner), "__getitems__", None) is Subset.__getitems__:
             inner = inner.dataset
-        self._is_batched = hasattr(inner, "__getitems__")
+        self._is_batched = self._is_whole = hasattr(inner, "__getitems__")
 
     def __getitem__(self, key: Key) -> Any:
         """Return a batch and its samples, or the Failure of the user's code."""
@@ -159,22 +159,32 @@ class _SeededBatches(Dataset[Any]):
         samples: list[Any] = []
         mixed = mix_in(mix_in(0, self._seed), epoch)
         try:
-            if self._is_batched:
-                self._draws.seed(mix_in(mixed, indices[0]) >> 1)
-                samples = list(self._dataset.__getitems__(indices))
-            else:
+            if self._is_whole:
+                samples = self._at_once(mix_in(mixed, indices[0]) >> 1, indices)
+            if not samples:
                 for index in indices:
                     self._draws.seed(mix_in(mixed, index) >> 1)
-                    samples.append(self._dataset[index])
+                    if self._is_batched:
+                        samples += self._dataset.__getitems__([index])
+                    else:
+                        samples.append(self._dataset[index])
             return self._maker.make(number, samples, self._draws.seed), len(indices)
         except Exception as error:
             which = ", ".join(map(str, indices[:8])) + ", …" * (len(indices) > 8)
             where = f"collate() of samples {which}"
-            if self._is_batched and not samples:
+            if self._is_whole and not samples:
                 where = f"samples {which}"
             elif len(samples) < len(indices):
                 where = f"sample {indices[len(samples)]}"
             return self._maker.failure(error, where)
+
+    def _at_once(self, seed: int, indices: list[int]) -> list[Any]:
+        """Return a batch's samples, or none if the data set draws: each needs a seed of its own."""
+        self._draws.seed(seed)
+        marks = [each.mark() for each in GENERATORS]
+        found = list(self._dataset.__getitems__(indices))
+        self._is_whole = marks == [each.mark() for each in GENERATORS]
+        return found if self._is_whole else []
 
 
 def _numbered(keys: Iterable[tuple[int, Tensor]], first: int) -> Iterator[Key]:
