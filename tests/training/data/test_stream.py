@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment, Train
@@ -343,3 +343,20 @@ def test_a_stream_has_no_indices_and_no_equal_batches() -> None:
 def test_a_stream_has_no_digest() -> None:
     found = digest.describe(Shuffled(), "training", "file.py:Mine")
     assert (found.digest, found.samples, found.name) == ("not computed: a stream", 0, "Shuffled")
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ((DataLoader([1]), [1]), r"a DataLoader as a data set: return its \.dataset"),
+        (([1], {"near": DataLoader([1])}), r"a DataLoader as a data set: return its \.dataset"),
+        ({"train": [1], "validation": [1]}, r"the text 'train' as a data set: .* sets\['train'\]"),
+    ],
+)
+def test_what_is_no_data_set_is_refused(found: Any, message: str) -> None:
+    class Mistaken(Experiment):
+        def data(self) -> Any:
+            return found
+
+    with pytest.raises(UserError, match=message):
+        sets.load(Mistaken())

@@ -49,7 +49,20 @@ def is_stream(dataset: Any) -> bool:
 
 
 def length_of(dataset: Any) -> int:
-    """Return the samples of a data set, or 0 if it is a stream of unknown length."""
+    """Return the samples of a data set, or 0 if it is a stream of unknown length.
+
+    Raises UserError for a DataLoader or a text. A mapping of data sets, unpacked, is its keys.
+    """
+    if isinstance(dataset, DataLoader):
+        raise UserError(
+            "the experiment returned a DataLoader as a data set: return its .dataset; batch size, "
+            "workers and order are settings"
+        )
+    if isinstance(dataset, str):
+        raise UserError(
+            f"the experiment returned the text {dataset!r} as a data set: return the data sets "
+            "themselves, for example sets['train'], sets['validation']"
+        )
     try:
         return len(dataset)
     except TypeError:
