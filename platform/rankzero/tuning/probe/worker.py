@@ -93,9 +93,12 @@ def main(request: ProbeRequest) -> str:
 
 
 def _measure_all(request: ProbeRequest, world: World) -> None:
+    from rankzero.training import rng
     from rankzero.training.data import sets
 
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), request.config)
+    # As a training does before it loads its data.
+    rng.seed_all(experiment.train.seed)
     measured = list(request.known)
     # Loaded once: that may take longer than a cell.
     data = sets.load(experiment)

@@ -1,0 +1,30 @@
+"""Data of a probe: loaded as a training loads them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rankzero import config
+from rankzero.ranks import Ranks
+from rankzero.training import rng
+from rankzero.training.data import sets
+from rankzero.training.distributed.world import World
+from rankzero.tuning.probe import worker
+from support.paths import FIXTURES
+from support.training import tiny
+
+
+def test_the_data_are_loaded_under_the_seed_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = []
+    monkeypatch.setattr(sets, "load", lambda _: seeds.append(torch.initial_seed()))
+    monkeypatch.setattr(config, "from_yaml", lambda *_: tiny(train__seed=7))
+    request: Any = SimpleNamespace(
+        experiment_file=str(FIXTURES / "tiny.py"), config="", known=(), next_cell=lambda _: None
+    )
+    worker._measure_all(request, World(Ranks(), torch.device("cpu")))
+    rng.seed_all(7)
+    assert seeds == [torch.initial_seed()]
