@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rankzero.errors import UserError
-from rankzero.experiment import Train
+from rankzero.experiment import Experiment, Train
 from rankzero.ranks import Ranks
 from rankzero.run_store import checkpoint_files
 from rankzero.training.checkpoints import restore
@@ -27,7 +28,7 @@ from rankzero.training.distributed.world import World
 from rankzero.training.strategies import build, processes, shards
 from rankzero.training.strategies.base import MicroBatchStep
 from rankzero.training.strategies.pipeline import SCHEDULES, Pipeline
-from rankzero.training.strategies.replicated import AutocastDataParallel
+from rankzero.training.strategies.replicated import AutocastDataParallel, single
 from support import two_ranks
 from support.two_ranks import Case, attempted
 
@@ -731,6 +732,13 @@ def test_data_parallel_threads_use_the_callers_autocast_dtype(
             [plain] = in_a_thread(None, [model], [(torch.ones(1, 2),)], [{}])
         assert output.dtype is dtype and plain.dtype is torch.float32
     assert divided.module is model
+
+
+@pytest.mark.parametrize("norm", [1.0, math.inf])
+def test_norm_of_no_gradients_is_on_the_device(norm: float) -> None:
+    elsewhere = World(Ranks(), torch.device("meta"))
+    strategy = single(Experiment(), nn.Linear(2, 2, device="meta"), elsewhere)
+    assert strategy.clip(norm).device.type == "meta"
 
 
 def test_default_number_of_processes() -> None:

@@ -107,8 +107,11 @@ class Replicated:
         # After the backward, every rank has all gradients, so this needs no communication.
         if norm == math.inf:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            return nn.utils.get_total_norm(gradients)
-        return nn.utils.clip_grad_norm_(self.model.parameters(), norm)
+            total = nn.utils.get_total_norm(gradients)
+        else:
+            total = nn.utils.clip_grad_norm_(self.model.parameters(), norm)
+        # Without a gradient, PyTorch's is on the host.
+        return total.to(self.world.device)
 
     def checksum(self) -> Tensor:
         return checksum(list(self.model.parameters()))
