@@ -112,6 +112,21 @@ def test_helpers_leave_the_model_as_it_is_and_no_checkpoint_has_them(
     assert torch.load(saved)["model"].keys() == trained.state.model.state_dict().keys()
 
 
+def test_a_module_stays_in_evaluation_mode_if_train_is_overridden(train: Trainer) -> None:
+    class Still(nn.Sequential):
+        def train(self, mode: bool = True) -> Still:
+            super().train(mode)
+            self[0].eval()
+            return self
+
+    class Normed(type(layered())):  # type: ignore[misc]
+        def model(self) -> nn.Module:
+            return Still(nn.BatchNorm1d(8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+    model: Any = train(Normed(**vars(layered(train__strategy="single")))).state.model
+    assert [int(model[place].num_batches_tracked) for place in (0, 1)] == [0, 8]
+
+
 def test_a_helper_that_is_no_module_is_refused() -> None:
     class Wrong(Helped):
         def helpers(self) -> Any:
