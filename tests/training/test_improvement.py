@@ -93,3 +93,14 @@ def test_checkpoints_of_earlier_versions_have_no_history(train: Trainer) -> None
     trained.state.evaluations_since_best = 9
     restore.apply(old, trained.job, trained.state)
     assert trained.state.evaluations_since_best == 0
+
+
+def test_another_goal_begins_without_a_best(train: Trainer, tmp_path: Path) -> None:
+    goal = {"goal__metric": "val/loss", "goal__mode": "min"}
+    first = train(tiny(**goal, train__steps=4, train__eval_every=2)).state
+    assert first.best is not None
+    job, state = build(tiny(train__steps=8), World(Ranks(), torch.device("cpu")))
+    notices: list[str] = []
+    restore.newest(tmp_path / "checkpoints", job, state, notices.append)
+    assert state.step == 4 and state.best is None and state.evaluations_since_best == 0
+    assert len(notices) == 1 and "has another goal" in notices[0]

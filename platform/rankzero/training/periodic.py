@@ -198,6 +198,7 @@ def _compile_again(job: TrainingContext) -> None:
 def state_dict(job: TrainingContext, state: State) -> dict[str, Any]:
     """Return on rank 0 all that a resume needs. Collective. `restore.apply` reads it."""
     scaler, randoms = job.precision.scaler, job.world.gather(rng.state(job.world.device))
+    goal = job.experiment.goal
     return {
         **job.strategy.state(),
         **({} if state.average is None else {"ema": state.average.state()}),
@@ -207,6 +208,7 @@ def state_dict(job: TrainingContext, state: State) -> dict[str, Any]:
         "options": state.options,
         "step": state.step,
         "best": state.best,
+        "goal": [goal.metric, goal.mode],
         "owed": state.evaluation_pending,
         "evaluations_since_best": state.evaluations_since_best,
         "lr_reductions": state.lr_reductions,

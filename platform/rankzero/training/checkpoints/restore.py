@@ -113,6 +113,11 @@ def _continue_from(
     """Set `state` to a checkpoint. Yield what it lacks or loses. A collective."""
     if job.experiment.train.schedule != "plateau" and saved.pop("lr_reductions", ()):
         yield f"{name}: without train.schedule=plateau, the learning rate is not reduced"
+    goal = job.experiment.goal
+    # Older checkpoints have no "goal".
+    if saved.get("goal", [goal.metric, goal.mode]) != [goal.metric, goal.mode]:
+        saved |= {"best": None, "evaluations_since_best": 0}
+        yield f"{name} has another goal: no evaluation before it is the best {goal.metric}"
     apply(saved, job, state)
     if state.average is not None and "ema" not in saved:
         yield f"{name} has no averaged weights: the average of train.ema starts there"
