@@ -30,6 +30,7 @@ from rankzero.run_store.folder import Identity, RunFolder, write_atomically
 from rankzero.run_store.journal import Journal
 from rankzero.tracking import delivery_status, sync
 from rankzero.tracking.deliverer import Deliverer
+from rankzero.training.checkpoints import best_model
 from support.fuzz import thorough
 from support.memory_store import MemoryStore
 from support.runs import T0, append, ended, make_folder, saved, settle, started
@@ -203,9 +204,24 @@ def test_code_that_came_with_a_run_is_not_executed(tmp_path: Path) -> None:
     evil = tmp_path / "runs" / "evil.py"
     folder = make_folder(tmp_path, experiment_file=str(evil))
     evil.write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
-    with pytest.raises(UserError, match="is in the folder of the runs"):
+    with pytest.raises(UserError, match="is among the runs"):
         resume._experiment(folder, argparse.Namespace(dir=tmp_path, settings=[]))
     assert not (tmp_path / "executed").exists()
+
+
+def test_experiment_next_to_the_runs_is_the_projects_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As with `rankzero train mine_here.py --dir .`.
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / "mine_here.py"
+    mine.write_text("import rankzero\nclass Mine(rankzero.Experiment):\n    lr: float = 0.1\n")
+    folder = make_folder(tmp_path, experiment_file=str(mine))
+    folder.config.write_text("lr: 0.5\n")
+    assert resume.class_of(folder, tmp_path).__name__ == "Mine"
+    assert vars(best_model.experiment_of(folder))["lr"] == 0.5
+    assert download.file_here("mine_here.py", tmp_path) == str(mine)
+    assert download.file_here("runs/other/mine_here.py", tmp_path) is None
 
 
 def test_links_among_downloaded_files_are_refused(tmp_path: Path) -> None:

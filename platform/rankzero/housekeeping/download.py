@@ -13,6 +13,7 @@ from rankzero.errors import UserError
 from rankzero.mlflow_store.uris import TrackingError, artifact_root
 from rankzero.run_store import checkpoint_files, names
 from rankzero.run_store.folder import Identity, RunFolder
+from rankzero.run_store.location import may_be_foreign
 
 if TYPE_CHECKING:
     from rankzero.mlflow_store.client import RunRecord
@@ -108,7 +109,7 @@ def file_here(recorded: str | None, store: Path) -> str | None:
     if recorded is None:
         return None
     # The path was recorded relative to the folder in which the run was started. Anyone who writes
-    # to MLflow could name any file, so it must not be one of the store's own either.
+    # to MLflow could name any file, so it must not be one of a run either.
     path = (Path.cwd() / recorded).resolve()
-    below = path.is_relative_to(Path.cwd().resolve()) and not path.is_relative_to(store.resolve())
+    below = path.is_relative_to(Path.cwd().resolve()) and not may_be_foreign(path, store)
     return str(Path.cwd() / recorded) if below else None

@@ -27,6 +27,15 @@ def make_root(root: Path) -> None:
     (root / ".gitignore").write_text("*\n")
 
 
+def may_be_foreign(file: str | Path, root: Path) -> bool:
+    """Return whether a download or an import may have written a file: its code is not executed.
+
+    They write to the runs and the artifacts only. The project may lie in `root`, with ``--dir .``.
+    """
+    path = Path(file).resolve()
+    return any(path.is_relative_to((root / name).resolve()) for name in ("runs", "artifacts"))
+
+
 def is_offline(choice: bool | None = None) -> bool:
     """Return whether runs are only recorded, not delivered: the choice, else $RANKZERO_OFFLINE."""
     if choice is not None:

@@ -25,6 +25,7 @@ from rankzero.run_store import checkpoint_files, run_locks
 from rankzero.run_store.attempt import is_written, sole_launcher
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
+from rankzero.run_store.location import may_be_foreign
 from rankzero.tracking import sync
 
 RECORDER_SECONDS = 10.0  # for a live recorder to write how the previous attempt ended
@@ -174,9 +175,9 @@ def class_of(folder: RunFolder, store_folder: Path) -> type[Experiment]:
             f"name={folder.path.name!r} and run.latest()"
         )
     # A downloaded run may come from anyone: code next to it must not run on this machine.
-    if Path(reference).resolve().is_relative_to(store_folder.resolve()):
+    if may_be_foreign(reference, store_folder):
         raise UserError(
-            f"{reference} is in the folder of the runs, and code from there is not executed: pass "
+            f"{reference} is among the runs, and code from there is not executed: pass "
             "--experiment FILE"
         )
     try:

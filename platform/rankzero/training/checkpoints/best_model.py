@@ -29,6 +29,7 @@ from rankzero.permanent_errors import refusal
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder, write_atomically
+from rankzero.run_store.location import may_be_foreign
 from rankzero.run_store.lock_files import open_lock, try_lock
 from rankzero.tracking import delivery_status
 from rankzero.training.checkpoints import restore
@@ -137,7 +138,7 @@ def experiment_of(folder: RunFolder) -> Experiment:
             "program"
         )
     # A file among the runs may have been downloaded with a run.
-    if Path(reference).resolve().is_relative_to(folder.root.resolve()):
+    if may_be_foreign(reference, folder.root):
         raise UserError(f"{reference} lies among the runs: what came with a run is not executed")
     return config.override(experiment_file.load(reference)(), config.read_file(folder.config))
 
