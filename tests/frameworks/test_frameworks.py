@@ -264,6 +264,7 @@ def fit(kind, epochs=2, ckpt_path=None, **options):
         callbacks=callbacks, log_every_n_steps=1, enable_progress_bar=False, accelerator="cpu",
         enable_model_summary=False, **options)
     trainer.fit(kind(), ckpt_path=ckpt_path)
+    return trainer
 """
 
 
@@ -297,3 +298,26 @@ def test_lightnings_logger_and_callback_count_the_same_steps(
     if "accumulate" in calls:
         # The losses of an epoch are 1 to 6, and then 7 to 12: four are a step, then two.
         assert list(points["train/loss"].values()) == [2.5, 5.5, 8.5, 11.5]
+
+
+def fitted(folder: Path, *lines: str) -> list[object]:
+    """Run lines after those above; return the events of the run."""
+    needs("lightning")
+    (folder / "script.py").write_text("\n".join([LIGHTNING_STEPS, *lines]))
+    code, output = run("script.py", folder)
+    assert code == 0, output
+    return list(read_all(folder / "mlruns/runs/r1/events.jsonl"))
+
+
+def test_a_validation_after_lightnings_training_keeps_its_last_checkpoint(tmp_path: Path) -> None:
+    events = fitted(
+        tmp_path,
+        "trainer = fit(Model)",
+        "newest = trainer.lightning_module.state_dict()",
+        "other = Model()",
+        "trainer.validate(other)",
+        "from rankzero import track",
+        "kept = track('steps', name='r1', offline=True).latest()['model']",
+        "assert all(torch.equal(kept[name], newest[name]) for name in newest), (kept, newest)",
+    )
+    assert [one.step for one in events if isinstance(one, Evaluated)] == [6, 12, 12]

@@ -141,7 +141,7 @@ class RankZeroCallback(Callback):
         self._run.log({"train/loss": loss if share == 1 else loss * share}, self._step(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the validation metrics in their group, and keep a checkpoint."""
+        """Log the validation metrics in their group, and keep a checkpoint in a training."""
         # Lightning validates a few batches before the training, which is not an evaluation.
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
@@ -151,7 +151,9 @@ class RankZeroCallback(Callback):
             for name, value in trainer.callback_metrics.items()
             if name.startswith("val")
         }
-        if self._checkpoints and type(trainer.strategy).__name__ in REPLICATED:
+        # `validate` may have loaded other weights: they are not the training's newest.
+        saves = self._checkpoints and trainer.state.fn == "fit"
+        if saves and type(trainer.strategy).__name__ in REPLICATED:
             state = {"model": pl_module.state_dict()}
             self._run.checkpoint(state, self._step(trainer), metrics)
         else:
