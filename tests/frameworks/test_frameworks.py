@@ -257,8 +257,8 @@ class Two(Model):
     def configure_optimizers(self):
         return [torch.optim.SGD([one], lr=0.1) for one in self.layer.parameters()]
 
-def fit(kind, epochs=2, ckpt_path=None, **options):
-    logger = RankZeroLogger("steps", name="r1", offline=True)
+def fit(kind, epochs=2, ckpt_path=None, goal=None, **options):
+    logger = RankZeroLogger("steps", name="r1", offline=True, goal=goal)
     callbacks = [RankZeroCallback(logger), ModelCheckpoint("saved", save_last=True)]
     trainer = Trainer(max_epochs=epochs, limit_train_batches=6, limit_val_batches=2, logger=logger,
         callbacks=callbacks, log_every_n_steps=1, enable_progress_bar=False, accelerator="cpu",
@@ -321,3 +321,17 @@ def test_a_validation_after_lightnings_training_keeps_its_last_checkpoint(tmp_pa
         "assert all(torch.equal(kept[name], newest[name]) for name in newest), (kept, newest)",
     )
     assert [one.step for one in events if isinstance(one, Evaluated)] == [6, 12, 12]
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "val_accuracy", "val/accuracy"])
+def test_goal_is_judged_whatever_the_module_calls_its_metric(metric: str, tmp_path: Path) -> None:
+    events = fitted(
+        tmp_path,
+        "class Named(Model):",
+        "    def validation_step(self, batch, batch_idx):",
+        f"        self.log({metric.replace('/', '_')!r}, 1.0 + self.trainer.current_epoch)",
+        "from rankzero.experiment import Goal",
+        f"fit(Named, goal=Goal({metric!r}, 'max'))",
+    )
+    found = [(one.metrics, one.best) for one in events if isinstance(one, Evaluated)]
+    assert found == [({metric: 1.0}, True), ({metric: 2.0}, True)]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
+from rankzero.experiment import Goal
 from rankzero.integrations.own_loop.logged_files import text_name
 from rankzero.integrations.own_loop.track import track
 from rankzero.integrations.own_loop.tracked_run import TrackedRun
@@ -31,6 +32,11 @@ class DeferredRun:
             self.end()
         options = self._options if self._run is None else {**self._options, "name": self._run.name}
         return {**vars(self), "_options": options, "_run": None}
+
+    @property
+    def goal(self) -> Goal:
+        """The run's goal."""
+        return self._options.get("goal") or Goal()
 
     def add_params(self, params: Mapping[str, Any]) -> None:
         """Add params, also to a run that has started."""

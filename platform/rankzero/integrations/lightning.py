@@ -145,12 +145,14 @@ class RankZeroCallback(Callback):
         # Lightning validates a few batches before the training, which is not an evaluation.
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
-        metrics = {
+        metrics, goal = dict[str, Any](), self._run.goal.metric
+        for name, value in trainer.callback_metrics.items():
             # "val_loss" is the usual name in Lightning. A run has groups: "val/loss".
-            name.replace("val_", "val/", 1) if name.startswith("val_") else name: value
-            for name, value in trainer.callback_metrics.items()
-            if name.startswith("val")
-        }
+            grouped = name.replace("val_", "val/", 1) if name.startswith("val_") else name
+            if goal in (name, grouped):
+                metrics[goal] = value
+            elif name.startswith("val"):
+                metrics[grouped] = value
         # `validate` may have loaded other weights: they are not the training's newest.
         saves = self._checkpoints and trainer.state.fn == "fit"
         if saves and type(trainer.strategy).__name__ in REPLICATED:
