@@ -335,3 +335,14 @@ def test_goal_is_judged_whatever_the_module_calls_its_metric(metric: str, tmp_pa
     )
     found = [(one.metrics, one.best) for one in events if isinstance(one, Evaluated)]
     assert found == [({metric: 1.0}, True), ({metric: 2.0}, True)]
+
+
+def test_lightnings_fast_dev_run_makes_no_run(tmp_path: Path) -> None:
+    events = fitted(
+        tmp_path,
+        "fit(Model, fast_dev_run=True)",
+        "from pathlib import Path",
+        "assert not Path('mlruns').exists()",
+        "fit(Model)",
+    )
+    assert [one.step for one in events if isinstance(one, Evaluated)] == [6, 12]

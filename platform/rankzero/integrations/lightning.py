@@ -116,7 +116,9 @@ class RankZeroCallback(Callback):
         """The losses of the micro-batches of a step that is not finished."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the run, or an attempt of it."""
+        """Start the run, or an attempt of it; none for a trial with `fast_dev_run`."""
+        if trainer.fast_dev_run:
+            return
         self._losses.clear()
         self._logger.newest_step = 0
         if trainer.is_global_zero:
@@ -126,6 +128,8 @@ class RankZeroCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keep the step's loss on its device: the mean over its micro-batches."""
+        if trainer.fast_dev_run:
+            return
         # Several optimizers are one step, as for Lightning's loggers. It has no public name.
         loop = trainer.fit_loop.epoch_loop
         self._logger.newest_step = loop._batches_that_stepped + 1
@@ -143,7 +147,8 @@ class RankZeroCallback(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the validation metrics in their group, and keep a checkpoint in a training."""
         # Lightning validates a few batches before the training, which is not an evaluation.
-        if trainer.sanity_checking or not trainer.is_global_zero:
+        is_trial = trainer.sanity_checking or trainer.fast_dev_run
+        if is_trial or not trainer.is_global_zero:
             return
         metrics, goal = dict[str, Any](), self._run.goal.metric
         for name, value in trainer.callback_metrics.items():
@@ -165,7 +170,8 @@ class RankZeroCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """End the run as FAILED, or KILLED by Ctrl-C."""
-        self._run.end(exception)
+        if not trainer.fast_dev_run:
+            self._run.end(exception)
 
     def _step(self, trainer: Trainer) -> int:
         # `validate` may come without a training.
