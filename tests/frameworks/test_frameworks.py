@@ -260,9 +260,9 @@ class Two(Model):
 def fit(kind, epochs=2, ckpt_path=None, goal=None, **options):
     logger = RankZeroLogger("steps", name="r1", offline=True, goal=goal)
     callbacks = [RankZeroCallback(logger), ModelCheckpoint("saved", save_last=True)]
-    trainer = Trainer(max_epochs=epochs, limit_train_batches=6, limit_val_batches=2, logger=logger,
-        callbacks=callbacks, log_every_n_steps=1, enable_progress_bar=False, accelerator="cpu",
-        enable_model_summary=False, **options)
+    options = {"limit_train_batches": 6, "limit_val_batches": 2, **options}
+    trainer = Trainer(max_epochs=epochs, logger=logger, callbacks=callbacks, log_every_n_steps=1,
+        enable_progress_bar=False, accelerator="cpu", enable_model_summary=False, **options)
     trainer.fit(kind(), ckpt_path=ckpt_path)
     return trainer
 """
@@ -346,3 +346,22 @@ def test_lightnings_fast_dev_run_makes_no_run(tmp_path: Path) -> None:
         "fit(Model)",
     )
     assert [one.step for one in events if isinstance(one, Evaluated)] == [6, 12]
+
+
+def test_steps_of_a_validation_keep_all_their_values(tmp_path: Path) -> None:
+    events = fitted(
+        tmp_path,
+        "class Stepping(Model):",
+        "    def validation_step(self, batch, batch_idx):",
+        "        self.log('mine', 10.0 + batch_idx, on_step=True, on_epoch=False)",
+        "fit(Stepping, epochs=1, limit_train_batches=2, limit_val_batches=4)",
+    )
+    points = [
+        (step, values)
+        for event in events
+        if isinstance(event, StepsLogged)
+        for name, series in event.metrics.items()
+        if name.startswith("mine")
+        for step, values in zip(event.steps, series, strict=True)
+    ]
+    assert points == [(0, 10.0), (1, 11.0), (2, 12.0), (3, 13.0)]

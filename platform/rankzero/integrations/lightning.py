@@ -56,6 +56,8 @@ class RankZeroLogger(Logger):
         """Shared with `RankZeroCallback`."""
         self.newest_step = 0
         """The newest step of a `RankZeroCallback`, from 1; 0 without one."""
+        self.trainer: Trainer | None = None
+        """That of the callback's newest training."""
 
     @property
     def name(self) -> str:
@@ -84,8 +86,9 @@ class RankZeroLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log metrics at a step."""
         # Lightning counts the steps before a batch, the callback counts it too. A metric of both
-        # must not have two points.
-        if self.newest_step and step == self.newest_step - 1:
+        # must not have two points. In an evaluation Lightning counts batches.
+        trains = self.trainer is not None and self.trainer.training
+        if trains and self.newest_step and step == self.newest_step - 1:
             step = self.newest_step
         values = {f"{self._prefix}{name}": metrics[name] for name in metrics if name != "epoch"}
         self.deferred_run.log(values, step)
@@ -120,7 +123,7 @@ class RankZeroCallback(Callback):
         if trainer.fast_dev_run:
             return
         self._losses.clear()
-        self._logger.newest_step = 0
+        self._logger.newest_step, self._logger.trainer = 0, trainer
         if trainer.is_global_zero:
             self._run.begin_training(trainer.global_step)
 
