@@ -9,10 +9,11 @@ from contextvars import ContextVar
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
-from rankzero.lightning_module import experiments_in
+from rankzero.lightning_module import as_experiment, modules_in
 
 # A file that calls `rankzero.train` at import would start itself again in each training process.
 # `is_loading` finds that out. A ContextVar, so that only the importing thread sees it.
@@ -29,19 +30,25 @@ def load(reference: str) -> type[Experiment]:
     """
     path, name = split(reference)
     module = _import(path)
-    found = {
+    found: dict[str, type[Any]] = {
         value.__name__: value
         for value in vars(module).values()
         if isinstance(value, type)
         and issubclass(value, Experiment)
         and value.__module__ == module.__name__
     }
-    found = found or experiments_in(module)
+    found = found or modules_in(module)
     if not found:
         raise UserError(
             f"{path} defines no Experiment: add a class that derives from rankzero.Experiment, "
             "or a LightningModule"
         )
+    chosen = _chosen(found, path, name)
+    return chosen if issubclass(chosen, Experiment) else as_experiment(chosen, module)
+
+
+def _chosen(found: dict[str, type[Any]], path: Path, name: str | None) -> type[Any]:
+    """Return the class of this name, or the only one that no other derives from."""
     if name is not None:
         if name not in found:
             raise UserError(f"{path} has no experiment {name!r}, only {', '.join(found)}")

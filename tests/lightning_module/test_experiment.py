@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+import types
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
-from rankzero import Train, config
+from rankzero import Train, config, experiment_file
 from rankzero.errors import UserError
 from rankzero.lightning_module.experiment import adopt
 from rankzero.lightning_module.steps_and_log import TrainerStub
@@ -170,3 +173,42 @@ def test_each_argument_gets_its_own_setting_and_no_object_of_the_experiment() ->
     settings = {"lambda": 0.25, "data": "A", "source": "B", "turns": 2, "lr": 0.3}
     module = config.override(experiment(), settings).model().module
     assert module.got == (0.25, "A", "B", 2, *own) and module.lr == 0.3
+
+
+PARTS = """
+from lightning_like import LightningModule
+from support.training import tiny
+
+data = tiny().data
+
+class Backbone(LightningModule):
+    def __init__(self, width):
+        super().__init__()
+
+class Net(LightningModule):
+    def __init__(self, lr: float = 0.1):
+        super().__init__()
+    def training_step(self, batch, batch_idx): ...
+"""
+OTHER = """
+class Other(Net.__mro__[1]):
+    def training_step(self, batch, batch_idx): ...
+    def on_train_epoch_end(self): ...
+"""
+
+
+@pytest.mark.parametrize(("other", "name"), [("", ""), (OTHER, ":Net")])
+def test_only_the_module_that_is_asked_for_must_fit_the_loop(
+    other: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = type("LightningModule", (nn.Module,), {"training_step": lambda *_: None})
+    base.training_step.__module__ = base.__module__ = "lightning.pytorch.core.module"
+    like: Any = types.ModuleType("lightning_like")
+    like.LightningModule = base
+    monkeypatch.setitem(sys.modules, "lightning_like", like)
+    file = tmp_path / f"parts_{len(name)}.py"
+    file.write_text(PARTS + other)
+    assert experiment_file.load(f"{file}{name}").__name__ == "Net"
+    if other:
+        with pytest.raises(UserError, match="name one, .*:Net or .*:Other"):
+            experiment_file.load(str(file))

@@ -13,19 +13,30 @@ from rankzero.experiment import Experiment
 _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")  # Lightning has two package names.
 
 
-def experiments_in(module: ModuleType) -> dict[str, type[Experiment]]:
-    """Return each `LightningModule` that a file defines as an experiment, by class name.
+def modules_in(module: ModuleType) -> dict[str, type[Any]]:
+    """Return each `LightningModule` that a file defines, by class name.
+
+    One without a `training_step` is a part of others, unless there are no others.
+    """
+    found = _defined_in(module, "LightningModule")
+    trained = {
+        name: cls
+        for name, cls in found.items()
+        if not f"{cls.training_step.__module__}.".startswith(_LIGHTNING)
+    }
+    return trained or found
+
+
+def as_experiment(chosen: type[Any], module: ModuleType) -> type[Experiment]:
+    """Return a file's `LightningModule` as an experiment.
 
     Raises UserError for a module that needs what RankZero's loop does not do.
     """
-    modules = _defined_in(module, "LightningModule")
-    if not modules:
-        return {}
     # The import needs torch, which a file without a LightningModule may not have loaded.
     from rankzero.lightning_module.experiment import adopt
 
     data_modules = list(_defined_in(module, "LightningDataModule").values())
-    return {name: adopt(found, data_modules, vars(module)) for name, found in modules.items()}
+    return adopt(chosen, data_modules, vars(module))
 
 
 def _defined_in(module: ModuleType, base: str) -> dict[str, type[Any]]:
