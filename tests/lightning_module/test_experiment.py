@@ -140,11 +140,26 @@ def test_the_module_that_is_trained_is_prepared_and_set_up(train: Trainer) -> No
 
 @pytest.mark.parametrize(
     "hook",
-    ["configure_callbacks", "on_save_checkpoint", "on_load_checkpoint", "on_train_end"],
+    [
+        "configure_callbacks",
+        "on_save_checkpoint",
+        "on_load_checkpoint",
+        "on_train_end",
+        "training_epoch_end",
+        "validation_epoch_end",
+    ],
 )
 def test_a_hook_that_would_lose_something_is_refused(hook: str) -> None:
     with pytest.raises(UserError, match=f"Mine defines {hook}, which RankZero's loop does not"):
         adopt(type("Mine", (Module,), {hook: lambda *_: None}), [], {"data": tiny().data})
+
+
+@pytest.mark.parametrize("hook", ["state_dict", "load_state_dict"])
+def test_a_state_of_the_data_is_refused_and_one_of_the_module_is_not(hook: str) -> None:
+    mine = type("Mine", (Module,), {hook: lambda *_: {}})
+    assert adopt(mine, [], {"data": tiny().data}).__name__ == "Mine"
+    with pytest.raises(UserError, match=f"Samples defines {hook}, which RankZero's loop does not"):
+        adopt(mine, [type("Samples", (), {hook: lambda *_: {}})], {})
 
 
 class Awkward(Module):
@@ -210,5 +225,5 @@ def test_only_the_module_that_is_asked_for_must_fit_the_loop(
     file.write_text(PARTS + other)
     assert experiment_file.load(f"{file}{name}").__name__ == "Net"
     if other:
-        with pytest.raises(UserError, match="name one, .*:Net or .*:Other"):
+        with pytest.raises(UserError, match=r"name one, .*:Net or .*:Other"):
             experiment_file.load(str(file))

@@ -127,6 +127,7 @@ def test_a_scheduler_in_a_list_of_dicts_or_without_a_list_is_not_lost() -> None:
     ("found", "message"),
     [
         (None, "returned 0 optimizers"),
+        ((made(), lr_scheduler.StepLR(made(), 3)), r"returned a StepLR .* \[scheduler\]"),
         ([made(), made()], "returned 2 optimizers"),
         ([{"optimizer": made()}, {"optimizer": made()}], "returned 2 optimizers"),
         (([made()], [lr_scheduler.ReduceLROnPlateau(made())]), "needs a metric"),

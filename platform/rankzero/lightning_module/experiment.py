@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, ClassVar
 
 from torch import nn
@@ -33,8 +33,12 @@ _HOOKS = {
     "lr_scheduler_step",
     "optimizer_step",
     "optimizer_zero_grad",
+    "training_epoch_end",
     "transfer_batch_to_device",
+    "validation_epoch_end",
 }
+# Checkpoints have no state of a data module. A module's own `state_dict` is called.
+_DATA_HOOKS = _HOOKS | {"load_state_dict", "state_dict"}
 _OTHER_STAGES = ("on_test_", "on_predict_")
 _FRAMEWORK = {"lightning", "lightning_fabric", "pytorch_lightning", "torch"}
 
@@ -169,7 +173,7 @@ def adopt(
         raise UserError(f"{module.__name__} has no data: {fix}")
     classes = [module, *data_modules]
     for cls in classes:
-        _refuse_hooks(cls)
+        _refuse_hooks(cls, _HOOKS if cls is module else _DATA_HOOKS)
     fields = init_arguments.fields_of(classes)
     sizes = [init_arguments.parameters(cls).get(init_arguments.BATCH_SIZE) for cls in classes]
     batch_sizes = [one.default for one in sizes if one and type(one.default) is int]
@@ -194,8 +198,8 @@ def adopt(
     return type(module.__name__, (_LightningExperiment,), namespace)
 
 
-def _refuse_hooks(cls: type[Any]) -> None:
-    """Raise UserError if a class defines hooks that RankZero's loop does not call."""
+def _refuse_hooks(cls: type[Any], hooks: Set[str]) -> None:
+    """Raise UserError if a class defines `hooks`, or others that RankZero's loop does not call."""
     # Lightning's base classes define every hook, so only the classes of the user count. Their file
     # may be called lightning_mnist.py.
     own = {
@@ -207,7 +211,7 @@ def _refuse_hooks(cls: type[Any]) -> None:
     ignored = sorted(
         name
         for name in own
-        if name in _HOOKS
+        if name in hooks
         or (name.startswith("on_") and name not in _HARMLESS and not name.startswith(_OTHER_STAGES))
     )
     if ignored:

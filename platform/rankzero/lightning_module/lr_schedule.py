@@ -88,8 +88,13 @@ def _pair(found: Any) -> tuple[list[Any], list[Any]]:
         return [found], []
     if isinstance(found, Mapping):
         return [found["optimizer"]], [found["lr_scheduler"]] if "lr_scheduler" in found else []
-    if not isinstance(found, Sequence):
+    if found is None:
         return [], []
+    if not isinstance(found, Sequence):
+        raise UserError(
+            f"configure_optimizers returned a {type(found).__name__} where an optimizer belongs: "
+            "return [optimizer], [scheduler]"
+        )
     if len(found) == 2 and isinstance(found[0], Sequence):
         optimizers, schedulers = found
         several = isinstance(schedulers, Sequence)
