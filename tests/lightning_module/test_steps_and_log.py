@@ -29,6 +29,9 @@ def test_training_step_gives_its_loss_and_logged_metrics() -> None:
 def test_validation_step_may_log_or_return_its_loss() -> None:
     assert float(metrics_of(None, {"val_loss": LOSS, "val/f1": 0.5}, training=False)["loss"]) == 2.0
     assert metrics_of(LOSS, {"val_acc": 0.5}, training=False)["loss"] is LOSS
+    # It may return something else, such as an accuracy.
+    other = torch.tensor(0.75)
+    assert float(metrics_of(other, {"val_loss": LOSS}, training=False)["loss"]) == 2.0
 
 
 @pytest.mark.parametrize(

@@ -121,10 +121,11 @@ def metrics_of(result: Any, logged: Mapping[str, Any], *, training: bool) -> dic
         named[name.removeprefix(prefix)] = value
     returned = result.get("loss") if isinstance(result, Mapping) else result
     logged_loss = named.pop("loss", None)
-    if isinstance(returned, Tensor) and not returned.dim():
+    # In validation, the value that is called the loss is the loss. Lightning ignores the other.
+    if logged_loss is not None and not training:
+        loss = _value("loss", logged_loss, getattr(returned, "device", None))
+    elif isinstance(returned, Tensor) and not returned.dim():
         loss = returned
-    elif logged_loss is not None and not training:
-        loss = _value("loss", logged_loss, None)
     else:
         wanted = "validation_step must log val_loss or return it"
         raise UserError(
