@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from rankzero import Train, config, experiment_file
 from rankzero.errors import UserError
@@ -93,11 +94,16 @@ def test_the_batch_index_counts_within_an_epoch_and_an_evaluation(
 
 def test_the_stub_of_the_trainer_counts_batches_as_lightning_does() -> None:
     train = Train(batch_size=40, micro_batch=10, epochs=3, drop_last=False)
-    stub = TrainerStub(train, 95)
+    stub = TrainerStub(train)
+    assert stub.world_size == 1
+    with pytest.raises(UserError, match=r"trainer\.max_steps is read while the data are made"):
+        _ = stub.max_steps
+    stub.count_steps(95)
     # Two steps of four batches, and one of two: of 10 and 5 samples.
     assert (stub.steps_per_epoch, stub.num_training_batches) == (3, 10)
     assert (stub.accumulate_grad_batches, stub.max_steps, stub.max_epochs) == (4, 9, 3)
-    whole = TrainerStub(Train(batch_size=40, epochs=3, drop_last=True), 95)
+    whole = TrainerStub(Train(batch_size=40, epochs=3, drop_last=True))
+    whole.count_steps(95)
     assert (whole.accumulate_grad_batches, whole.num_training_batches) == (1, 2)
 
 
@@ -160,6 +166,25 @@ def test_a_state_of_the_data_is_refused_and_one_of_the_module_is_not(hook: str) 
     assert adopt(mine, [], {"data": tiny().data}).__name__ == "Mine"
     with pytest.raises(UserError, match=f"Samples defines {hook}, which RankZero's loop does not"):
         adopt(mine, [type("Samples", (), {hook: lambda *_: {}})], {})
+
+
+class OwnLoaders(Module):
+    """Reads the ranks where it makes its data, as a data module may."""
+
+    def setup(self, stage: str) -> None:
+        self.share = 64 // self.trainer.world_size
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(tiny().data()[0], batch_size=self.share)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(tiny().data()[1], batch_size=self.share)
+
+
+def test_data_are_made_with_the_ranks_known() -> None:
+    data_module = type("Samples", (OwnLoaders,), {})
+    for experiment in (adopt(OwnLoaders, [], {}), adopt(Module, [data_module], {})):
+        assert len(experiment().data()[0]) == len(tiny().data()[0])
 
 
 class Awkward(Module):

@@ -131,7 +131,12 @@ class _LightningExperiment(Experiment):
     # cached_property writes to the instance's dictionary, so it also works on a frozen dataclass.
     @functools.cached_property
     def _fit(self) -> _Fit:
-        return _Fit(TrainerStub(self.train, len(self._loaded.train), self._data_module))
+        self._trainer.count_steps(len(self._loaded.train))
+        return _Fit(self._trainer)
+
+    @functools.cached_property
+    def _trainer(self) -> TrainerStub:
+        return TrainerStub(self.train, self._data_module)
 
     @functools.cached_property
     def _data_module(self) -> Any:
@@ -141,7 +146,10 @@ class _LightningExperiment(Experiment):
     def _loaded(self) -> loaders.LoadedData:
         if self.source.data is not None:
             return loaders.from_pair(self.source.data())
-        return loaders.from_hooks(self._data_module or self._instance(self.source.module))
+        source = self._data_module or self._instance(self.source.module)
+        # It may read the ranks.
+        source.trainer = self._trainer
+        return loaders.from_hooks(source)
 
     def _instance(self, cls: type[Any]) -> Any:
         """Return an object of the user's class, with the experiment's fields as its arguments."""

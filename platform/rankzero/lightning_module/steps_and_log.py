@@ -21,20 +21,25 @@ _PREFIXES = {
 }
 LIGHTNINGS_OWN = "train with Lightning's own Trainer and rankzero.integrations.lightning"
 
+_COUNTS = {
+    "estimated_stepping_batches",
+    "max_epochs",
+    "max_steps",
+    "num_training_batches",
+    "steps_per_epoch",
+}
+
 
 class TrainerStub:
-    """Has the attributes that modules commonly read. Any other raises a UserError.
-
-    `samples`: in the training set.
-    """
+    """Has the attributes that modules commonly read. Any other raises a UserError."""
 
     # A module may set or compare these. RankZero's loop has nothing behind them.
     sanity_checking = fast_dev_run = False
     logger = progress_bar_callback = None
     loggers: tuple[Any, ...] = ()
 
-    def __init__(self, train: Train, samples: int, datamodule: Any = None) -> None:
-        self.datamodule = datamodule
+    def __init__(self, train: Train, datamodule: Any = None) -> None:
+        self._train, self.datamodule = train, datamodule
         # The experiment's `measure` sets these, the module's forward `training`.
         self.global_step, self.current_epoch, self.batch_index = 0, 0, 0
         self.training = True
@@ -42,6 +47,12 @@ class TrainerStub:
         # A batch of Lightning's is what one forward of a rank gets.
         share = (train.micro_batch or train.batch_size) * mine.world_size
         self.accumulate_grad_batches = max(1, train.batch_size // share)
+        self.global_rank, self.is_global_zero = mine.rank, mine.first
+        self.local_rank, self.world_size = mine.local_rank, mine.world_size
+
+    def count_steps(self, samples: int) -> None:
+        """Set the numbers that follow from the number of samples in the training set."""
+        train = self._train
         whole, rest = divmod(samples, train.batch_size)
         rest = 0 if train.drop_last else rest
         self.steps_per_epoch = max(1, whole + (rest > 0))
@@ -50,13 +61,16 @@ class TrainerStub:
         steps = train.steps or (train.epochs or 0) * self.steps_per_epoch
         self.estimated_stepping_batches = self.max_steps = steps
         self.max_epochs = -(-steps // self.steps_per_epoch)
-        self.global_rank, self.is_global_zero = mine.rank, mine.first
-        self.local_rank, self.world_size = mine.local_rank, mine.world_size
 
     def __getattr__(self, name: str) -> Any:
         # copy and pickle ask for special methods, and must get an AttributeError.
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in _COUNTS:
+            raise UserError(
+                f"trainer.{name} is read while the data are made, and it follows from their "
+                "number: read it in configure_optimizers"
+            )
         raise UserError(
             f"the module reads trainer.{name}, which RankZero's loop does not have: do without it, "
             f"or {LIGHTNINGS_OWN}"
