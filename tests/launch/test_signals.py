@@ -96,6 +96,22 @@ def test_second_signal_ends_workers_unless_only_sigquit_does(
         assert agent.printed() == gets
 
 
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP])
+def test_a_service_manager_and_the_program_that_forwards_ask_once(
+    agent: Agent, second: signal.Signals
+) -> None:
+    now = 100.0
+    with SignalForwarder(clock=lambda: now) as signals, signals.to_workers() as workers:
+        agent.start(workers)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert agent.printed() == "SIGTERM"
+        now += 1.0
+        os.kill(os.getpid(), second)
+        now += 2.0
+        os.kill(os.getpid(), second)
+        assert agent.printed() == "SIGQUIT" and signals.received == [signal.SIGTERM, second]
+
+
 @pytest.mark.parametrize(("of_trial", "stops"), [(False, True), (True, False)])
 def test_sigusr2_asks_to_stop_unless_a_search_prunes_by_it(of_trial: bool, stops: bool) -> None:
     with SignalForwarder(of_trial=of_trial) as signals, signals.to_workers() as workers:

@@ -86,8 +86,8 @@ def run(
     `joined` gets this machine's number among the others before each start of its workers.
 
     SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 to this process ask the workers to stop, at the
-    same step, and nothing is started again. A second signal ends them as an exception does. SIGQUIT
-    kills them.
+    same step, and nothing is started again. A second signal ends them as an exception does; see
+    `SignalForwarder`. SIGQUIT kills them.
     """
     # Late: they import PyTorch.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, Self, TypeVar
@@ -29,6 +30,9 @@ _FORWARDED = {
     signal.SIGUSR2: signal.SIGUSR2,
 }
 """Signals that ask to stop, and what the workers get."""
+_REPEATED = frozenset({signal.SIGTERM, signal.SIGHUP})
+"""A service manager sends both, and to every process; a program that gets them forwards them."""
+_REPEATED_SECONDS = 2.0
 _BLOCKED = frozenset({*_FORWARDED, signal.SIGQUIT})
 """Signals that wait until a new worker has handlers."""
 _UNBLOCKS = "unblocks_signals"
@@ -58,14 +62,18 @@ class SignalForwarder:
     Main thread only.
     """
 
-    def __init__(self, *, of_trial: bool = False) -> None:
+    def __init__(
+        self, *, of_trial: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`of_trial`: a search sends the signals. SIGUSR2 prunes, and only SIGQUIT ends at once.
 
-        Otherwise SIGUSR2 asks to stop, and a second signal ends the workers at once.
+        Otherwise SIGUSR2 asks to stop, and a second signal ends the workers at once. SIGTERM and
+        SIGHUP soon after one of them are the same request.
         """
         self._of_trial = of_trial
         self.received: list[signal.Signals] = []
         """Signals that asked to stop."""
+        self._clock, self._repeats_until = clock, 0.0
         self._workers: _Workers | None = None
         self._before: dict[signal.Signals, Any] = {}
 
@@ -94,6 +102,10 @@ class SignalForwarder:
 
     def _handle(self, received: int, _frame: FrameType | None) -> None:
         number = signal.Signals(received)
+        if number in _REPEATED:
+            if self._clock() < self._repeats_until:
+                return
+            self._repeats_until = self._clock() + _REPEATED_SECONDS
         steers = number == signal.SIGQUIT or (self._of_trial and number == signal.SIGUSR2)
         if not steers:
             self.received.append(number)
