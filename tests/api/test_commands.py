@@ -150,6 +150,19 @@ def test_what_ends_the_program_stops_the_training_first(start: Start, tmp_path: 
     assert run.status == "KILLED" and run.checkpoints[-1].path.exists()
 
 
+def test_an_exception_stops_the_training_first(start: Start, tmp_path: Path) -> None:
+    gone = (
+        "import io, sys\nclass Gone(io.StringIO):\n    def write(self, text):\n"
+        "        if text.startswith('step'):\n            raise BrokenPipeError\n"
+        "sys.stdout = Gone()\n"
+    )
+    process = start(f"{LONG}{gone}rankzero.train(slow, run_name='ended', nproc=1, offline=True)\n")
+    output, _ = process.communicate(timeout=150)
+    assert process.returncode == 1 and "BrokenPipeError" in output
+    run = rankzero.run("ended", dir=tmp_path / "mlruns")
+    assert run.status == "KILLED" and run.checkpoints[-1].path.exists()
+
+
 @pytest.mark.slow
 def test_repeat_returns_the_means_and_sync_logs_its_models(start: Start, tmp_path: Path) -> None:
     process = start(

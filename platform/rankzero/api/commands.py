@@ -257,7 +257,7 @@ def _call(words: Sequence[str], *, showing: bool) -> None:
     """Run the command to its end; `showing`: it draws on the terminal itself.
 
     Ctrl-C and a notebook's interrupt reach the command once, so that it stops with a checkpoint.
-    KeyboardInterrupt is raised after that. SIGTERM and SIGHUP reach it, too, and this program once
+    KeyboardInterrupt is raised after that. Another exception stops it, too. SIGTERM and SIGHUP reach it, too, and this program once
     the command has ended. Raises RunFailed and UserError as the command fails.
     """
     # A file and not a pipe: nobody reads a pipe while the output is printed.
@@ -292,7 +292,8 @@ def _call(words: Sequence[str], *, showing: bool) -> None:
 def _ends_with(process: subprocess.Popen[str]) -> Iterator[None]:
     """Forward what ends this program to the command, and have it act here after the command's end.
 
-    Else the training would run on without an owner. Only the main thread gets signals.
+    Else the training would run on without an owner. Only the main thread gets signals. An exception
+    ends this program, too: BrokenPipeError, or one of the user's signal handler.
     """
     received, before = list[int](), dict[signal.Signals, Any]()
 
@@ -305,6 +306,10 @@ def _ends_with(process: subprocess.Popen[str]) -> Iterator[None]:
             before[number] = signal.signal(number, forward)
     try:
         yield
+    except BaseException:
+        process.terminate()
+        process.communicate()
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
