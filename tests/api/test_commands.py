@@ -258,6 +258,21 @@ def test_settings_and_options_become_arguments(
     ]
 
 
+@pytest.mark.parametrize("stdout", [None, object()])
+def test_replaced_output_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stdout: object
+) -> None:
+    shown: list[bool] = []
+    monkeypatch.setattr(commands, "_call", lambda words, *, showing: shown.append(showing))
+    monkeypatch.setattr("rankzero.api.results.run", lambda name, *, dir: name)
+    monkeypatch.syspath_prepend(TINY.parent)
+    from tiny import Tiny
+
+    monkeypatch.setattr(sys, "stdout", stdout)
+    rankzero.train(Tiny(), dir=tmp_path)
+    assert shown == [False]
+
+
 @pytest.mark.parametrize("verb", ["train", "repeat"])
 def test_name_is_another_spelling_of_run_name(
     verb: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -197,7 +197,9 @@ def _run(verb: str, experiment: Experiment, run_name: str | None, **options: Any
         with notebook.progress(RunFolder(runs / name), experiment.goal):
             _call([*words, "--no-progress"], showing=False)
     else:
-        _call(words, showing=sys.stdout.isatty())
+        # The command draws on the real terminal, and not on what a program put in its place.
+        shown = sys.stdout is not None and sys.stdout is sys.__stdout__
+        _call(words, showing=shown and sys.stdout.isatty())
     return results.run(name, dir=options["dir"])
 
 
