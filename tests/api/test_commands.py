@@ -249,11 +249,13 @@ def test_settings_and_options_become_arguments(
 
     experiment = rankzero.override(Tiny(), {"lr": 0.1, "train.epochs": 7})
     with pytest.raises(rankzero.UserError, match="not now"):
-        rankzero.search(experiment, minutes=2.5, nproc=2, no_probe=True, new=False, dir=tmp_path)
+        rankzero.search(
+            experiment, minutes=2.5, nproc=2, no_probe=True, new=False, dir=tmp_path, offline=False
+        )
     assert called == [
         [
             *("search", f"{TINY}:Tiny", "train.epochs=7", "lr=0.1", "--minutes=2.5"),
-            *("--nproc=2", f"--dir={tmp_path}", "--no-probe"),
+            *("--nproc=2", f"--dir={tmp_path}", "--no-probe", "--no-offline"),
         ]
     ]
 

@@ -249,6 +249,8 @@ def _options(**wanted: Any) -> Iterator[str]:
             value = [f"{key}={one}" for key, one in value.items()]
         if value is True:
             yield option
+        elif value is False and name == "offline":
+            yield "--no-offline"  # RANKZERO_OFFLINE may say otherwise
         elif isinstance(value, list):
             yield from (f"{option}={one}" for one in value)
         elif value is not None and value is not False:
