@@ -260,6 +260,17 @@ def test_settings_and_options_become_arguments(
     ]
 
 
+def test_a_repeats_value_may_have_a_comma(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(commands, "_call", lambda words, *, showing: called.extend(words))
+    monkeypatch.setattr("rankzero.api.results.run", lambda name, *, dir: name)
+    monkeypatch.syspath_prepend(TINY.parent)
+    from tiny import Tiny
+
+    rankzero.repeat(Tiny(), over={"width": [8, 16], "name": ["a,b"]}, dir=tmp_path)
+    assert called[-2:] == ['--over=width=["8", "16"]', '--over=name=["a,b"]']
+
+
 @pytest.mark.parametrize("stdout", [None, object()])
 def test_replaced_output_is_no_terminal(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stdout: object

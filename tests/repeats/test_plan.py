@@ -26,6 +26,11 @@ def test_every_combination_on_every_seed_with_all_folds_first() -> None:
     assert last.name("digits-repeat") == "digits-repeat-fold1-precisionbf16-seed1"
 
 
+def test_a_list_has_values_with_commas() -> None:
+    plan = make_plan(['augment=["flip,crop", "none"]', 'sizes=["1"],["2"]'], "1", 7, None)
+    assert plan.over == {"augment": ("flip,crop", "none"), "sizes": ('["1"]', '["2"]')}
+
+
 @pytest.mark.parametrize(
     ("over", "seeds", "found"),
     [

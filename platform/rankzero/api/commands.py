@@ -100,7 +100,9 @@ def repeat(
     where some of the runs failed, and UserError.
     """
     chosen = seeds if seeds is None or isinstance(seeds, int) else "".join(f"{n}," for n in seeds)
-    varied = [f"{key}={','.join(map(render, values))}" for key, values in (over or {}).items()]
+    # As JSON, because a value may have a comma.
+    lists = {key: json.dumps([*map(render, values)]) for key, values in (over or {}).items()}
+    varied = [f"{key}={text}" for key, text in lists.items()]
     options |= {"seeds": chosen, "nproc": nproc, "dir": dir, "over": varied}
     return _run("repeat", experiment, run_name, **options)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -77,14 +78,14 @@ class Plan:
 
 
 def make_plan(over: Sequence[str], seeds: str | None, own_seed: int, nproc: int | None) -> Plan:
-    """Return the plan of ``--over key=a,b`` words and of ``--seeds``.
+    """Return the plan of ``--over key=a,b`` or ``key=["a", "b"]`` words and of ``--seeds``.
 
     Without both, three seeds; without seeds, the experiment's own. Raises UserError.
     """
     values: dict[str, tuple[str, ...]] = {}
     for word in over:
         key, equals, text = word.partition("=")
-        found = tuple(filter(None, text.split(",")))
+        found = _values(text)
         if not equals or not key or not found:
             raise UserError(f"--over takes key=value,value such as fold=0,1,2: got {word!r}")
         if key == SEED:
@@ -94,6 +95,15 @@ def make_plan(over: Sequence[str], seeds: str | None, own_seed: int, nproc: int 
         values[key] = found
     default = (own_seed,) if values else tuple(range(_DEFAULT_SEEDS))
     return _checked(Plan(values, default if seeds is None else _seeds(seeds), nproc))
+
+
+def _values(text: str) -> tuple[str, ...]:
+    """Return the values of a text: ``a,b``, or a JSON list of texts, which may have commas."""
+    with contextlib.suppress(ValueError):
+        found = json.loads(text)
+        if isinstance(found, list) and all(isinstance(one, str) for one in found):
+            return tuple(found)
+    return tuple(filter(None, text.split(",")))
 
 
 def _checked(plan: Plan) -> Plan:
