@@ -61,6 +61,19 @@ def test_an_interrupt_is_no_failure_of_the_journal(tmp_path: Path) -> None:
     assert list(read_all(folder.events)) == []
 
 
+def test_an_output_without_flush_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder(tmp_path)
+    log = RunLog(folder, Journal(folder.events), 1, None)
+    monkeypatch.setattr("sys.stdout", object())
+    log.notice("odd")
+    log.close()
+    assert [event.text for event in read_all(folder.events) if isinstance(event, Noticed)] == [
+        "odd"
+    ]
+
+
 def test_the_end_is_written_on_a_disk_that_refuses_for_a_moment(tmp_path: Path) -> None:
     refused_until = [0.0]
 
