@@ -58,6 +58,15 @@ def test_an_attempt_that_only_evaluated_leaves_the_run_its_speed(tmp_path: Path)
     assert summary.read_summary(folder).samples_per_second == 7.0
 
 
+def test_a_failed_attempt_leaves_the_run_the_best_value_that_mlflow_has(tmp_path: Path) -> None:
+    append(folder := make_folder(tmp_path), started(), evaluated(20, 0.6, best=False), ended())
+    curves = delivery_state.Curves(best=0.7)
+    state = delivery_state.DeliveryState(curves=curves)
+    delivery_state.save(delivery_state.path_of(folder, 0), state)
+    append(folder, started(2), ended("FAILED"))
+    assert summary.read_summary(folder).best == 0.7
+
+
 def test_a_long_journal_is_read_from_its_end(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     append(folder, started(), evaluated(1, 0.4), *(steps(n, n) for n in range(2, 3000)))

@@ -29,7 +29,7 @@ from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
 from rankzero.tuning.options import default_storage
 from rankzero.tuning.study import open_study
-from support.runs import append, ended, make_folder, saved, started, steps
+from support.runs import append, ended, evaluated, make_folder, saved, started, steps
 from support.stores import Server, copied
 
 Here = Callable[..., tuple[int, str]]
@@ -366,6 +366,16 @@ def test_runs_without_a_value_to_compare_are_not_the_worst(root: Path, here: Her
         append(folder, start, ended(metrics={} if value is None else {"best": value}))
     here("prune", "--keep-best", 1, "--yes", "--discard-undelivered")
     assert names(root) == {"no-goal", "low", "high"}
+
+
+def test_prune_keeps_the_best_run_after_a_resume_that_failed(root: Path, here: Here) -> None:
+    for name, value in (("best", 0.9), ("worse", 0.8)):
+        folder = make_folder(root, name=name)
+        start = started(**{"goal.mode": "max", "goal.metric": "val/accuracy"})
+        append(folder, start, evaluated(10, value), ended(metrics={"best": value}))
+    append(RunFolder(root / "runs" / "best"), started(2), ended("FAILED"))
+    here("prune", "--keep-best", 1, "--yes", "--discard-undelivered")
+    assert names(root) == {"best"}
 
 
 @pytest.mark.parametrize("at", ["erase", "remove", "rmtree"])

@@ -183,9 +183,7 @@ def read_summary(folder: RunFolder) -> Summary:
         started=begun,
         seconds=max([0.0, *(time_of(event) - begun for event in events[-1:])]),
         goal=goal,
-        best=number(results.get("best"))
-        if ended
-        else _best_of(events, goal, params.get("goal.mode", "min")),
+        best=_best_of(events, goal, params.get("goal.mode", "min"), delivery.curves.best),
         samples_per_second=number(results.get("samples_per_second", metrics.get(SPEED))),
         undelivered=bool(delivery.queue.awaited)
         or delivery_state.unread_bytes(folder, offsets) > 0,
@@ -283,11 +281,18 @@ def _newest_values(events: Iterable[Event]) -> dict[str, float]:
     return numbers(found)
 
 
-def _best_of(events: Iterable[Event], metric: str, mode: str) -> float | None:
-    """Return a metric's best value in the evaluations, or None without one."""
+def _best_of(
+    events: Iterable[Event], metric: str, mode: str, delivered: float | None
+) -> float | None:
+    """Return a metric's best value in the evaluations, or as an end has it, or None without one.
+
+    `delivered`: the best one in MLflow. An attempt that failed may be all that `events` reach back.
+    """
     judge = Goal(mode="max" if mode == "max" else "min")
-    best: float | None = None
+    best = delivered
     for event in events:
+        if isinstance(event, RunEnded):
+            best = number(event.metrics.get("best", best))
         if isinstance(event, Evaluated):
             value = number(event.metrics.get(metric))
             if value is not None and (event.best or judge.better(value, best)):
