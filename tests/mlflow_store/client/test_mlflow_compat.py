@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from time import monotonic
 
 import numpy as np
 import pytest
@@ -197,8 +198,19 @@ def upload_to_a_server_that_answers(answer: bytes, folder: Path) -> None:
         repository.log_artifact(str(folder / "a.txt"))
 
 
-def _always(listener: socket.socket, answer: bytes) -> None:
-    whole = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(answer)
+def test_a_busy_server_does_not_say_how_long_the_courier_sleeps() -> None:
+    head = b"503 Busy\r\nRetry-After: 20"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=_always, args=(listener, b"", head), daemon=True).start()
+        tracker, began = MlflowRuns(f"http://127.0.0.1:{listener.getsockname()[1]}"), monotonic()
+        with pytest.raises(MlflowException):
+            tracker.require_run("0" * 32)
+    assert monotonic() - began < 15
+
+
+def _always(listener: socket.socket, answer: bytes, head: bytes = b"200 OK") -> None:
+    end = b"\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(answer)
+    whole = b"HTTP/1.1 " + head + end
     with contextlib.suppress(OSError):
         while True:
             client, _ = listener.accept()

@@ -24,6 +24,8 @@ ENVIRONMENT: Mapping[str, str] = {
     # MLflow's own timeouts and retries take 4 minutes a call and would hold up the courier.
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    # The courier has waits of its own. MLflow's would sleep for as long as a busy server says.
+    "MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER": "false",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_LOGGING_LEVEL": "ERROR",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
