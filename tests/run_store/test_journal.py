@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +317,29 @@ def test_identity_is_read_back(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         RunFolder.create(tmp_path / "runs", identity)
     assert RunFolder.open_or_create(tmp_path / "runs", identity).path == folder.path
+
+
+@pytest.mark.parametrize(
+    "begun", ["events.jsonl", "checkpoints/step_00000001", "system-node_1.jsonl"]
+)
+def test_one_command_takes_over_the_folder_of_a_run_that_never_began(
+    begun: str, tmp_path: Path
+) -> None:
+    identities = [Identity("a-run", str(n), "digits", "sqlite:///x.db") for n in range(8)]
+    folder = RunFolder.create(tmp_path / "runs", identities[0])
+    (folder.path / "run.json").unlink()
+
+    def create(identity: Identity) -> Identity | None:
+        with contextlib.suppress(FileExistsError):
+            return RunFolder.create(tmp_path / "runs", identity).identity
+        return None
+
+    with ThreadPoolExecutor() as threads:
+        made = [one for one in threads.map(create, identities) if one]
+    assert made == [folder.identity]
+    (folder.path / "run.json").unlink()
+    (folder.path / begun).mkdir(parents=True)
+    assert create(identities[0]) is None
 
 
 def test_an_atomic_write_leaves_one_file(tmp_path: Path) -> None:

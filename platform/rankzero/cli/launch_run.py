@@ -163,7 +163,7 @@ def _report_without_attempt(
         why = f"{folder.path} was moved or deleted during the training"
         raise RunFailed(f"{why}: move it back, then {again}")
     # Without its identity the folder is not listed as a run. Its logs stay for the user.
-    if not (folder.events.exists() or resumable or any(folder.path.glob("system-node_*.jsonl"))):
+    if not folder.has_begun:
         (folder.path / "run.json").unlink(missing_ok=True)
     if result.status != "FAILED":
         return FINISHED if result.status == "FINISHED" else RESUMABLE

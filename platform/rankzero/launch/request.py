@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +17,6 @@ from rankzero.run_store import run_locks
 from rankzero.run_store.folder import Identity, RunFolder, write_atomically
 
 Configured = TypeVar("Configured", bound=Experiment)
-_CREATION_SECONDS = 5.0  # for another machine to create the folder
 OUT_OF_MEMORY = "rankzero.out_of_memory"
 """The tag of a run whose micro-batch was halved because a device ran out of memory."""
 
@@ -84,11 +82,7 @@ def make_folder(runs: Path, identity: Identity, *, machines: int = 1) -> RunFold
         return folder
     except FileExistsError:
         folder = RunFolder(runs / identity.name)
-        deadline = time.monotonic() + _CREATION_SECONDS
-        while not (created := (folder.path / "run.json").exists()) and machines > 1:
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(0.05)
+        created = (folder.path / "run.json").exists()
         if machines > 1 and created and not folder.events.exists():
             return folder
         raise UserError(

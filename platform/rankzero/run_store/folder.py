@@ -15,8 +15,10 @@ from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store import disk, names, symlinks
 from rankzero.run_store.journal import read_all
 from rankzero.run_store.location import make_root
+from rankzero.run_store.lock_files import open_lock, try_lock
 
 EVENTS, _CHILDREN = "events.jsonl", "children.txt"
+_CREATION_SECONDS = 5.0  # for another process to write the identity
 
 
 class FolderGone(UserError):
@@ -90,11 +92,22 @@ class RunFolder:
 
     @classmethod
     def create(cls, runs: Path, identity: Identity) -> RunFolder:
-        """Create the folder with its identity. Raises UserError, FileExistsError, OSError."""
+        """Create the folder with its identity. Raises UserError, FileExistsError, OSError.
+
+        It takes over a folder that a command left which was stopped before its run had begun.
+        """
         folder = cls(_place(runs, identity))
         make_root(runs.parent)
-        folder.path.mkdir(parents=True)
-        folder.write_identity(identity)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        symlinks.refuse(folder.path)
+        descriptor = open_lock(folder.path / "attempt.lock")
+        try:
+            free = try_lock(descriptor, seconds=_CREATION_SECONDS)
+            if not free or (folder.path / "run.json").exists() or folder.has_begun:
+                raise FileExistsError(folder.path)
+            folder.write_identity(identity)
+        finally:
+            os.close(descriptor)
         return folder
 
     @classmethod
@@ -134,6 +147,12 @@ class RunFolder:
         """Whether only a helping machine's part of the run is here, and rank 0's elsewhere."""
         nodes = self.path.glob("system-node_*.jsonl")
         return not self.events.exists() and any(path.name != self.system(0).name for path in nodes)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a part of a training is here: a journal, samples or a checkpoint."""
+        parts = (*self.checkpoints.glob("step_*"), *self.path.glob("system-node_*.jsonl"))
+        return self.events.exists() or bool(parts)
 
     @property
     def config(self) -> Path:

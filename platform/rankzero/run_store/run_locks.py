@@ -5,7 +5,8 @@
                     it has begun
     recorder.lock   flock: which process delivers the node's journals (a courier, `rankzero sync`)
     launcher.lock   flock: which command launches the run's processes
-    attempt.lock    flock for moments: a claim and the end of the attempt before exclude each other
+    attempt.lock    flock for moments: a claim and the end of the attempt before exclude each other,
+                    and so do two commands that create the run
 
 A flock ends with the processes that hold it, however they die. Nodes other than 0 have their own
 files, ``recorder-node_<i>.json`` and so on. A user with only read access can hold none of them.
