@@ -280,6 +280,17 @@ def test_checkpoint_of_a_newer_format_is_reported_and_skipped(
     assert newest.exists(), "what cannot be read is not deleted"
 
 
+def test_the_newest_checkpoint_has_the_highest_step_also_beyond_eight_digits(
+    tmp_path: Path,
+) -> None:
+    for step in (99_999_999, 100_000_000):
+        path = checkpoint_files.folder_of(tmp_path, step)
+        path.mkdir()
+        (path / MANIFEST).touch()
+    found = [path.name for path in checkpoint_files.newest_first(tmp_path)]
+    assert found == ["step_100000000", "step_99999999"]
+
+
 def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     leftover = tmp_path / "checkpoints/.tmp-step_00000009"
     leftover.mkdir(parents=True)

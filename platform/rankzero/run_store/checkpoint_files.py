@@ -75,7 +75,7 @@ class Manifest:
 
 
 def folder_of(checkpoints: Path, step: int) -> Path:
-    """Return the folder of a step's checkpoint. The names sort by step."""
+    """Return the folder of a step's checkpoint."""
     return checkpoints / f"step_{step:08d}"
 
 
@@ -302,7 +302,9 @@ def _undo_replacements(checkpoints: Path) -> None:
 
 
 def _complete(checkpoints: Path) -> list[Path]:
-    return sorted(path for path in checkpoints.glob("step_*") if (path / MANIFEST).exists())
+    found = (path for path in checkpoints.glob("step_*") if (path / MANIFEST).exists())
+    # From step 100,000,000 the names are longer.
+    return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
 def _best_first(manifests: Mapping[Path, Manifest], goal: Goal) -> list[Path]:

@@ -149,7 +149,8 @@ def _advice(folder: RunFolder, listed: Summary) -> Iterator[str]:
     if listed.undelivered and listed.status != "RUNNING":
         yield f"not everything is in MLflow: {command('sync')}"
     if listed.status in ("FAILED", "KILLED", "DIED"):
-        kept = sorted(path.name for path in folder.checkpoints.glob("step_*"))
+        names = (path.name for path in folder.checkpoints.glob("step_*"))
+        kept = sorted(names, key=lambda name: (len(name), name))
         starts = (one for one in read_all(folder.events) if isinstance(one, RunStarted))
         if kept and any(provenance.OWN_LOOP in start.environment for start in starts):
             yield f"continue from {kept[-1]}: start the program again, with these lines in it"
