@@ -9,7 +9,7 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import pytest
@@ -26,9 +26,9 @@ from rankzero.training.distributed import torch_compat
 from rankzero.training.distributed.device import gpu_uuids
 from rankzero.training.distributed.world import World
 from rankzero.training.strategies import build, processes, shards
-from rankzero.training.strategies.base import MicroBatchStep
+from rankzero.training.strategies.base import MicroBatchStep, Shard
 from rankzero.training.strategies.pipeline import SCHEDULES, Pipeline
-from rankzero.training.strategies.replicated import AutocastDataParallel, single
+from rankzero.training.strategies.replicated import AutocastDataParallel, Replicated, single
 from support import two_ranks
 from support.two_ranks import Case, attempted
 
@@ -612,6 +612,29 @@ def shutil_copy(source: Path, target: Path) -> None:
 def test_impossible_settings_are_refused_with_a_remedy(folder: Path, name: str, says: str) -> None:
     error = seen(folder, name)["error"]
     assert error.startswith("UserError: ") and says in error
+
+
+@pytest.mark.parametrize("is_static", [False, True])
+def test_parameters_without_gradient_have_the_names_of_the_wrap(is_static: bool) -> None:
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1), nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters())
+    replica = SimpleNamespace(static_graph=is_static)
+    world = World(Ranks(), torch.device("cpu"))
+    strategy = Replicated(model, cast(nn.Module, replica), optimizer, Shard(0, 1), world)
+    model[0].requires_grad_(False)
+    text = (
+        "Expected to have finished reduction in the prior iteration. Parameters which did not "
+        "receive grad for rank 1: 1.bias\nParameter indices which did not receive grad for rank 1: "
+        "2 4 5"
+    )
+
+    def fail(*_: object) -> None:
+        raise RuntimeError(text)
+
+    how = cast(MicroBatchStep, SimpleNamespace(forward_backward=fail))
+    with pytest.raises(UserError, match=r"last step \(1.bias, 2.bias\)") as caught:
+        strategy.forward_backward(how, None)
+    assert ("static_graph" in str(caught.value)) == (not is_static)
 
 
 @pytest.mark.parametrize("odd", ["metric", "loss"])

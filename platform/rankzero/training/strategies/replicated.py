@@ -52,12 +52,16 @@ class Replicated:
     """Returns the model in its wrapper."""
     lockstep: bool = False
 
+    def __post_init__(self) -> None:
+        self._wrapped = _trained(self.model)
+        """The names of the parameters that DDP averages: it numbers them when it wraps."""
+
     def train_only(self, names: Collection[str]) -> None:
         set_trained(self.model, names)
         # DDP averages what had gradients when it wrapped the model.
         if isinstance(self.replica, DistributedDataParallel):
             torch_compat.release(self.replica)
-        self.replica = self.wrap(self.model)
+        self.replica, self._wrapped = self.wrap(self.model), _trained(self.model)
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
         # DDP with a static graph expects each backward to average, and fails without. An average
@@ -73,11 +77,13 @@ class Replicated:
             # DDP says so in the next forward, and advises a setting that RankZero does not have.
             if "finished reduction in the prior iteration" not in str(error):
                 raise
-            names = ", ".join(_without_gradient(self.model, str(error)))
+            names = ", ".join(_without_gradient(self._wrapped, str(error)))
+            is_static = getattr(self.replica, "static_graph", False)
+            static = "" if is_static else "set train.ddp.static_graph=true if it never gets one; "
             raise UserError(
                 f"a parameter got no gradient in the last step{names and f' ({names})'}, and DDP "
-                "waits for all of them: freeze it in model() with requires_grad_(False); set "
-                "train.ddp.static_graph=true if it never gets one; or use train.strategy=fsdp"
+                "waits for all of them: freeze it in model() with requires_grad_(False); "
+                f"{static}or use train.strategy=fsdp"
             ) from error
 
     def forward_metrics(self, how: MicroBatchStep, batch: Any) -> Mapping[str, Any]:
@@ -147,11 +153,16 @@ class Replicated:
         self.optimizer.load_state_dict(parameter_names.by_number(saved["optimizer"], names))
 
 
-def _without_gradient(model: nn.Module, text: str) -> list[str]:
+def _trained(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _without_gradient(wrapped: Sequence[str], text: str) -> list[str]:
     """Return the names of the parameters whose numbers are in DDP's error."""
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
-    return [trained[int(number)] for number in found[1].split()] if found else []
+    # With TORCH_DISTRIBUTED_DEBUG, it also has names after words that are nearly the same.
+    found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", text)
+    numbers = map(int, found[1].split()) if found else ()
+    return [wrapped[number] for number in numbers if number < len(wrapped)]
 
 
 def single(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
