@@ -124,6 +124,25 @@ def test_model_that_remembers_stays_as_it_is() -> None:
     assert list(model.state_dict()) == ["0.seen", "0.hidden", "0.expanded"]
 
 
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:FutureWarning")
+def test_model_with_a_scripted_part_is_checked_and_stays_as_it_is() -> None:
+    model, notices = nn.Sequential(torch.jit.script(Counting())), list[str]()
+    check = MeanCheck(CPU, "fp32", notices.append)
+    check.keep(BATCH, 7)
+    check.run(lambda x: {"loss": model(x).mean().exp()}, model)
+    assert len(notices) == 1 and model[0].calls == 0
+
+
 @pytest.mark.parametrize("plain", [True, False])
 def test_first_evaluation_is_checked(plain: bool) -> None:
     notices: list[str] = []

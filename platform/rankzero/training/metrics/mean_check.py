@@ -107,11 +107,12 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     # A model may remember something in evaluation, too: a hidden state, or how often it was called.
     # Not restored: what a list, a dictionary or an object of the user contains.
     holders = [holder for one in model.modules() for holder in (vars(one), one._buffers)]
-    kept = [(holder, dict(holder)) for holder in holders]
+    # The `_buffers` of a torch.jit.script module is a view.
+    kept = [(holder, dict(holder)) for holder in holders if isinstance(holder, dict)]
+    found = [*model.buffers(), *(one for _, before in kept for one in before.values())]
     tensors = [
         (one, one._version, one.clone())
-        for _, before in kept
-        for one in before.values()
+        for one in {id(one): one for one in found}.values()
         # A tensor of `torch.inference_mode` can neither count its changes nor be written.
         if isinstance(one, Tensor) and not one.is_inference()
     ]
