@@ -262,7 +262,11 @@ def test_settings_and_options_become_arguments(
 
 def test_a_repeats_value_may_have_a_comma(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     called: list[str] = []
-    monkeypatch.setattr(commands, "_call", lambda words, *, showing: called.extend(words))
+
+    def call(words: list[str], *, showing: bool) -> None:
+        called.extend(words)
+
+    monkeypatch.setattr(commands, "_call", call)
     monkeypatch.setattr("rankzero.api.results.run", lambda name, *, dir: name)
     monkeypatch.syspath_prepend(TINY.parent)
     from tiny import Tiny

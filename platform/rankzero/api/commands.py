@@ -263,8 +263,9 @@ def _call(words: Sequence[str], *, showing: bool) -> None:
     """Run the command to its end; `showing`: it draws on the terminal itself.
 
     Ctrl-C and a notebook's interrupt reach the command once, so that it stops with a checkpoint.
-    KeyboardInterrupt is raised after that. Another exception stops it, too. SIGTERM and SIGHUP reach it, too, and this program once
-    the command has ended. Raises RunFailed and UserError as the command fails.
+    KeyboardInterrupt is raised after that. Another exception stops it, too. SIGTERM and SIGHUP
+    reach it, too, and this program once the command has ended. Raises RunFailed and UserError as
+    the command fails.
     """
     # A file and not a pipe: nobody reads a pipe while the output is printed.
     with tempfile.TemporaryFile("w+", errors="backslashreplace") as errors:

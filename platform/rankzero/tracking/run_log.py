@@ -149,7 +149,7 @@ class RunLog:
 def _print(text: str) -> None:
     """Print a notice, with escapes for characters that the output's encoding lacks."""
     # A rank's output is a file in the run's folder, whose disk may be full. A program may also have
-    # closed or replaced its output, or a signal handler prints meanwhile. None may end the training.
+    # closed or replaced its output, or a signal handler prints meanwhile. None may end a training.
     with contextlib.suppress(Exception):
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         print(f"note: {text}".encode(encoding, "backslashreplace").decode(encoding), flush=True)
