@@ -56,7 +56,7 @@ def test_a_dry_run_prints_a_script_that_a_shell_can_read(
     assert "#SBATCH --nodes 2 --comment 'a b'\n" in script
     assert "#SBATCH --job-name=first\n" in script and "/runs/first/checkpoints" in script
     train = next(line for line in script.splitlines() if "rankzero train" in line)
-    wanted = f"-m rankzero train {TINY} lr=0.5 --nproc 2 --name first --resume-if-there"
+    wanted = f"-P -m rankzero train {TINY} lr=0.5 --nproc 2 --name first --resume-if-there"
     assert shlex.split(train) == [sys.executable, *wanted.split()]
 
 

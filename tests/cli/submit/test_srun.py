@@ -38,7 +38,7 @@ def test_srun_runs_the_same_command_with_one_name(rankzero: Command, srun: Path)
     assert (code, printed) == (75, "")
     words = srun.read_text().splitlines()
     name = words[0].removeprefix("--job-name=")
-    again = ["-m", "rankzero", "train", str(TINY), "--nproc", "2", "lr=0.1", "--name", name]
+    again = ["-P", "-m", "rankzero", "train", str(TINY), "--nproc", "2", "lr=0.1", "--name", name]
     options = ["--cpus-per-task=2", *OWN, "--comment", "a b"]
     assert words == [f"--job-name={name}", *options, sys.executable, *again]
 

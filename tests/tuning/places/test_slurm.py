@@ -38,7 +38,7 @@ def test_a_users_options_come_after_ours(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
     own = ["--nodes=1", "--ntasks=1", "--cpus-per-task=2", "--job-name=rankzero-trials"]
     own += ["--kill-on-bad-exit=1"]
-    node = [sys.executable, "-m", "rankzero.tuning.places.node", "--machines=1", "--slurm"]
+    node = [sys.executable, "-P", "-m", "rankzero.tuning.places.node", "--machines=1", "--slurm"]
     found = slurm.command(["--gpus=2"], 2, environ={})
     assert found == ["/bin/srun", *own, "--gpus=2", *node]
     found = slurm.command([], 2, machines=3, environ={})
@@ -75,8 +75,20 @@ def test_options_that_the_connection_does_not_bear_are_refused(
         ray_actor.command("auto", ["scheduling_strategy=SPREAD"], 1, machines=2)
 
 
+def test_a_file_of_the_current_folder_hides_no_module_from_an_actor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert ray_actor.command("auto", [], 1)[1:3] == ["-P", "-m"]
+    (tmp_path / "statistics.py").write_text("raise SystemExit('mine')")
+    node = ray_actor.Node()
+    node.start(str(tmp_path), os.environ, 1, ["-c", "import statistics; print('theirs', end='')"])
+    with node._process, node._errors:
+        assert node.read() == b"theirs" and node.end()[0] == 0
+
+
 def test_other_numbers_of_tasks_than_the_trials_are_refused() -> None:
-    words = [sys.executable, "-m", "rankzero.tuning.places.node", "--machines=1", "--slurm"]
+    words = [sys.executable, "-P", "-m", "rankzero.tuning.places.node", "--machines=1", "--slurm"]
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
     environ = {**os.environ, **step}
     done = subprocess.run(words, check=False, env=environ, capture_output=True, text=True)

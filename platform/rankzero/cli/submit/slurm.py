@@ -43,7 +43,7 @@ def script(name: str, words: Sequence[str], options: Sequence[str], checkpoints:
         name=shlex.quote(name),
         options=shlex.join(options),
         checkpoints=shlex.quote(str(checkpoints)),
-        command=shlex.join([sys.executable, "-m", "rankzero", "train", *words]),
+        command=shlex.join([sys.executable, "-P", "-m", "rankzero", "train", *words]),
         resumable=RESUMABLE,
     ).replace("#SBATCH \n", "")
 

@@ -61,7 +61,7 @@ def command(
     words += [] if named else ["--name", name]
     cores = [f"--cpus-per-task={arguments.nproc}"] if arguments.nproc else []
     chosen = [f"--job-name={name}", *cores, *own, *arguments.after]
-    return [srun, *chosen, sys.executable, "-m", "rankzero", arguments.verb, *words]
+    return [srun, *chosen, sys.executable, "-P", "-m", "rankzero", arguments.verb, *words]
 
 
 def one_task_per_machine(own: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:

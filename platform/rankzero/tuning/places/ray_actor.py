@@ -69,7 +69,8 @@ def command(
         raise UserError("--ray needs Ray: pip install 'rankzero[ray]'")
     own = ["--address", address, "--processes", str(processes), "--machines", str(machines)]
     own += ["--training", json.dumps(training)] if training else []
-    return [sys.executable, "-m", "rankzero.tuning.places.ray_actor", *own, "--", *options]
+    program = [sys.executable, "-P", "-m", "rankzero.tuning.places.ray_actor"]
+    return [*program, *own, "--", *options]
 
 
 class Node:
@@ -85,7 +86,7 @@ class Node:
     def start(
         self, folder: str, environ: Mapping[str, str], processes: int, words: Sequence[str]
     ) -> None:
-        """Start ``python`` with these words, and with the caller's folder and variables.
+        """Start ``python -P`` with these words, and with the caller's folder and variables.
 
         A training shows its errors, and stops if the actor is killed.
         """
@@ -97,7 +98,7 @@ class Node:
         own = {_THREADS: environ.get(_THREADS, str(threads))}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - It lives as long as the node.
         self._process = subprocess.Popen(
-            [*prefix, sys.executable, *words],
+            [*prefix, sys.executable, "-P", *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT if trains else self._errors,

@@ -34,7 +34,7 @@ def command(
     step = _part(processes, parallel * machines, environ) if "SLURM_JOB_ID" in environ else []
     own = [f"--nodes={machines}", f"--ntasks={machines}", f"--cpus-per-task={processes}"]
     own += ["--job-name=rankzero-trials", "--kill-on-bad-exit=1"]
-    program = ["-m", "rankzero.tuning.places.node", f"--machines={machines}", "--slurm"]
+    program = ["-P", "-m", "rankzero.tuning.places.node", f"--machines={machines}", "--slurm"]
     if taken := sorted({"-l", "--label", "-u", "--unbuffered"} & set(options)):
         raise UserError(f"{taken[0]} changes the lines that srun passes on: leave it out")
     # Slurm takes the last of two equal options, so the user's are last.
