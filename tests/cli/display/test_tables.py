@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rankzero.cli.commands import probe
 from rankzero.cli.display.live import Console
 from rankzero.cli.display.terminal import print_table
 from rankzero.cli.main import main
@@ -16,6 +17,7 @@ from rankzero.events import Evaluated
 from rankzero.experiment import Goal
 from rankzero.run_store.folder import RunFolder
 from rankzero.tuning.options import default_storage
+from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.session import CONFIRMATIONS
 from rankzero.tuning.study import open_study
 from support.runs import T0, append, ended, evaluated, make_folder, saved, started, steps
@@ -112,3 +114,22 @@ def test_a_table_and_a_result_lose_nothing(
         Console(folder, Goal(), tmp_path).result(ended(reason=reason))
     text = terminal.getvalue()
     assert not characters(" ".join([*head, *row, *row, reason])) - characters(text), text
+
+
+@pytest.mark.parametrize("terminal", [io.StringIO, Terminal])
+def test_a_probes_map_keeps_all_numbers(
+    terminal: type[io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    names = ("bf16 [dp]", "fp16 [ddp]", "fp32 [fsdp]", "tf32 [zero1]")
+    cells = [
+        ProbeResult(size, size, name, "ok", 123456.0 + size, 0.0125, memory_bytes=2**34)
+        for size in (1024, 2048)
+        for name in names
+    ]
+    with contextlib.redirect_stdout(terminal()) as output:
+        probe._print_map(cells, 200_000.0)
+    text = output.getvalue()
+    assert "…" not in text and text.count("GiB") == len(cells), text
+    if terminal is io.StringIO:
+        assert text.count("125,504 ± 1.2%  16.0 GiB") == len(names), text

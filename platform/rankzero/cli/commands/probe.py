@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from rich.table import Table
 from rich.text import Text
 
 from rankzero.cli.commands import search
-from rankzero.cli.display.terminal import print_line, print_table, text_console
+from rankzero.cli.display.terminal import print_line, print_table
 from rankzero.reporting import html_page
 from rankzero.tuning.probe import grid, probe_map, speed_knobs
 from rankzero.tuning.probe.grid import ProbeResult
@@ -56,10 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
         print_table("scaling", SCALING_COLUMNS, [point.row for point in curve.points])
         print_line(curve.sentence())
     if effects:
-        table = Table(*EFFECT_COLUMNS, title="knobs of speed, at the knee", title_justify="left")
-        for effect in effects:
-            table.add_row(*effect.row(), style="green" if effect.decision == "kept" else None)
-        text_console().print(table)
+        rows = [
+            [Text(cell, "green" if one.decision == "kept" else "") for cell in one.row()]
+            for one in effects
+        ]
+        print_table("knobs of speed, at the knee", EFFECT_COLUMNS, rows)
     return 0
 
 
@@ -76,13 +76,11 @@ def _print_map(measured: Sequence[ProbeResult], peak: float) -> None:
     names = grid.row_names(measured)
     precisions = list(dict.fromkeys(names))
     cells = {(one.batch_size, name): one for one, name in zip(measured, names, strict=True)}
-    table = Table(
-        "batch", *precisions, title="samples/s, memory, what limits it", title_justify="left"
-    )
-    for batch_size in sorted({one.batch_size for one in measured}):
-        row = [_cell(cells.get((batch_size, precision)), peak) for precision in precisions]
-        table.add_row(str(batch_size), *row)
-    text_console().print(table)
+    rows = [
+        [str(size), *(_cell(cells.get((size, precision)), peak) for precision in precisions)]
+        for size in sorted({one.batch_size for one in measured})
+    ]
+    print_table("samples/s, memory, what limits it", ["batch", *precisions], rows)
 
 
 def _cell(one: ProbeResult | None, peak: float) -> Text:

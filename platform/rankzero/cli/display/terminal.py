@@ -30,13 +30,14 @@ def table_console() -> Console:
     return Console(highlight=False, emoji=False, width=width)
 
 
-def print_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def print_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
     """Print a table. A terminal folds what is too wide, and a pipe gets all of it."""
     table = Table(title=escape(title), title_justify="left", padding=(0, 0))
     for name in head:
         table.add_column(Text(name), overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))  # as Text: values may look like markup
+        # As Text: values may look like markup.
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     table_console().print(table)
 
 
