@@ -33,6 +33,8 @@ class Mine(Experiment):
     net: Model = Model()
     data_: str = "here"
     augment: bool = False
+    act: Literal["relu", "gelu"] | None = None
+    seed: int | None = None
 """
 
 
@@ -59,6 +61,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("rankzero train --nproc 2 mine.py da", ["data="]),
         ("rankzero train mine.py net.norm=", ["net.norm=batch", "net.norm=layer"]),
         ("rankzero train mine.py augment=t", ["augment=true"]),
+        ("rankzero train mine.py act=", ["act=gelu", "act=none", "act=relu"]),
+        ("rankzero train mine.py seed=", []),
+        ("rankzero search mine.py --like digits-", ["digits-1", "digits-2"]),
         ("rankzero train mine.py train.precision=b", ["train.precision=bf16"]),
         ("rankzero train mine.py --from digits-", ["digits-1", "digits-2"]),
         ("rankzero resume digits-1 net.d", ["net.depth="]),

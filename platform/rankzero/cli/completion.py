@@ -112,7 +112,7 @@ def _next_words(
 def _values(action: argparse.Action, word: str, root: Path) -> Iterator[str]:
     if action.choices is not None:
         yield from map(str, action.choices)
-    elif action.metavar == "RUN" or action.dest in ("start", "study"):
+    elif action.metavar == "RUN" or action.dest in ("like", "start", "study"):
         if (root / "runs").is_dir():
             names = (entry.name for entry in os.scandir(root / "runs"))
             yield from (name for name in names if not name.startswith("."))
@@ -194,9 +194,22 @@ def _keys(name: str, classes: dict[str, dict[str, str]], prefix: str) -> dict[st
         key = prefix + field.rstrip("_")
         if kind in classes:
             found |= _keys(kind, classes, key + ".")
-        elif kind.startswith("Literal["):
-            inner = kind.removeprefix("Literal[").removesuffix("]")
-            found[key] = [str(value) for value in ast.literal_eval(f"({inner},)")]
         else:
-            found[key] = _BOOLEANS if kind == "bool" else []
+            found[key] = _choices(ast.parse(kind, mode="eval").body)
     return found
+
+
+def _choices(kind: ast.expr) -> list[str]:
+    """Return the values of a type if it lists all of them, else nothing."""
+    match kind:
+        case ast.Name("bool"):
+            return _BOOLEANS
+        case ast.Constant(None):
+            return ["none"]
+        case ast.BinOp(left, _, right):
+            parts = _choices(left), _choices(right)
+            return [*parts[0], *parts[1]] if all(parts) else []
+        case ast.Subscript(ast.Name("Literal") | ast.Attribute(attr="Literal"), listed):
+            values = listed.elts if isinstance(listed, ast.Tuple) else [listed]
+            return [str(one.value) for one in values if isinstance(one, ast.Constant)]
+    return []
