@@ -77,7 +77,7 @@ def _print_map(measured: Sequence[ProbeResult], peak: float) -> None:
     precisions = list(dict.fromkeys(names))
     cells = {(one.batch_size, name): one for one, name in zip(measured, names, strict=True)}
     rows = [
-        [str(size), *(_cell(cells.get((size, precision)), peak) for precision in precisions)]
+        [Text(str(size)), *(_cell(cells.get((size, precision)), peak) for precision in precisions)]
         for size in sorted({one.batch_size for one in measured})
     ]
     print_table("samples/s, memory, what limits it", ["batch", *precisions], rows)
