@@ -186,7 +186,8 @@ def read_summary(folder: RunFolder) -> Summary:
         best=_best_of(events, goal, params.get("goal.mode", "min"), delivery.curves.best),
         samples_per_second=number(results.get("samples_per_second", metrics.get(SPEED))),
         undelivered=bool(delivery.queue.awaited)
-        or delivery_state.unread_bytes(folder, offsets) > 0,
+        or delivery_state.unread_bytes(folder, offsets) > 0
+        or bool(delivery_state.late_nodes(folder)),
         parent=identity.parent,
         mlflow_run_id=delivery.run_id or identity.mlflow_run_id,
         data=started.environment.get(_TRAINING_DATA) if started else None,

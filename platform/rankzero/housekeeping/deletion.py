@@ -202,16 +202,11 @@ def alone(folder: RunFolder) -> Iterator[bool]:
                 locks.enter_context(sole_launcher(one, machines=1))
             except UserError:
                 return False
-            held = [locks.enter_context(run_locks.lock(one, node)) for node in _nodes(one)]
+            nodes = delivery_state.nodes(one)
+            held = [locks.enter_context(run_locks.lock(one, node)) for node in nodes]
             return all(held) and not (is_written(one) or run_locks.has_live_recorder(one))
 
         yield all(map(take, parts(folder)))
-
-
-def _nodes(folder: RunFolder) -> set[int]:
-    """Return the numbers of the nodes whose journals are here."""
-    numbers = (path.stem.rpartition("_")[2] for path in folder.path.glob("system-node_*.jsonl"))
-    return {0, *(int(number) for number in numbers if number.isdigit())}
 
 
 def _original(folder: RunFolder) -> str | None:
@@ -233,10 +228,7 @@ def _undelivered(folder: RunFolder) -> str:
     found = delivery_status.combined_status(folder)
     late = ["the best model"] if any(one.late_model.exists() for one in parts(folder)) else []
     for one in parts(folder):
-        for node in _nodes(one) - {0}:
-            offsets = delivery_state.load(delivery_state.path_of(one, node)).cursor.offsets
-            if delivery_state.unread_bytes(one, {one.system(node).name: 0, **offsets}):
-                late.append(f"samples of node {node}")
+        late += [f"samples of node {node}" for node in delivery_state.late_nodes(one)]
     if not (found.pending or late or found.run_id is None):
         return ""
     return ", ".join([*found.lacks, *late]) or "the whole run"

@@ -281,6 +281,22 @@ def unread_bytes(folder: RunFolder, offsets: Mapping[str, int]) -> int:
     return total
 
 
+def nodes(folder: RunFolder) -> set[int]:
+    """Return the numbers of the nodes whose journals are here, and 0."""
+    numbers = (path.stem.rpartition("_")[2] for path in folder.path.glob("system-node_*.jsonl"))
+    return {0, *(int(number) for number in numbers if number.isdigit())}
+
+
+def late_nodes(folder: RunFolder) -> list[int]:
+    """Return the other nodes than 0 that have samples here which are not delivered."""
+    late = []
+    for node in sorted(nodes(folder) - {0}):
+        offsets = load(path_of(folder, node)).cursor.offsets
+        if unread_bytes(folder, {folder.system(node).name: 0, **offsets}):
+            late.append(node)
+    return late
+
+
 def _fields_of(kind: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the record's fields that stand in the file as JSON has them."""
     hints = _HINTS[kind]

@@ -7,7 +7,7 @@ import time
 
 from rankzero.catalog import dead_runs, lookup
 from rankzero.mlflow_store.patience import GRACE_SECONDS
-from rankzero.run_store import run_locks, symlinks
+from rankzero.run_store import delivery_state, run_locks, symlinks
 from rankzero.run_store.folder import FolderGone, RunFolder
 from rankzero.run_store.journal import finish_line
 from rankzero.run_store.names import InvalidRunFolder
@@ -26,8 +26,7 @@ def deliver(folder: RunFolder, *, patience: float = GRACE_SECONDS) -> Delivery:
     if lookup.last_end(folder) is not None:
         # The recorder's last sample comes after the end of the run, unless somebody resumes it.
         wait(folder, patience, lambda now: now.complete or lookup.last_end(folder) is None)
-    numbers = (path.stem.rpartition("_")[2] for path in folder.path.glob("system-node_*.jsonl"))
-    for node in sorted({0, *(int(number) for number in numbers if number.isdigit())}):
+    for node in sorted(delivery_state.nodes(folder)):
         if not _deliver_node(folder, node, patience) and node == 0:
             wait(folder, patience, lambda delivery: delivery.complete)
             _deliver_node(folder, node, patience)

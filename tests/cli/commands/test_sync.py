@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import shutil
@@ -14,11 +15,13 @@ import pytest
 
 from rankzero.cli.commands import sync as command
 from rankzero.errors import FAILED
+from rankzero.events import SystemSampled, encode
+from rankzero.run_store import delivery_state
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.training.checkpoints import best_model
-from support.runs import append, ended, make_folder, started, steps
+from support.runs import T0, append, ended, make_folder, started, steps
 from support.stores import list_runs
 
 
@@ -51,6 +54,33 @@ def test_folder_that_disappears_does_not_stop_other_deliveries(
     assert told.count(": complete, ") == 2
     status = {run.name: run.status for run in list_runs(uri)}
     assert {status[folder.path.name] for folder in (made[0], made[2])} == {"KILLED"}
+
+
+def test_samples_of_other_nodes_are_delivered_here_and_on_a_helper_machine(
+    new_store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    shutil.copy(new_store, tmp_path / "mlflow.db")
+    folder = make_folder(tmp_path, uri)
+    append(folder, started(), steps(1, 3), ended())
+    helper = RunFolder.create(tmp_path / "helper" / "runs", folder.identity)
+    everything = argparse.Namespace(run=None, dir=tmp_path)
+    one = argparse.Namespace(run=folder.path.name, dir=tmp_path / "helper")
+    sample = encode(SystemSampled(T0, 1, {"system/node_1/cpu": 1.0})) + "\n"
+    helper.system(1).write_text(sample)
+    with monkeypatch.context() as patched:
+        patched.setattr(sync, "deliver", functools.partial(sync.deliver, patience=0.2))
+        assert command.run(one) == FAILED and "samples of node 1" in capsys.readouterr().out
+    assert command.run(everything) == command.run(one) == 0
+    assert ": complete" in capsys.readouterr().out and not delivery_state.late_nodes(helper)
+
+    folder.system(2).write_text(sample.replace("node_1", "node_2"))
+    assert command.run(everything) == 0 and folder.path.name in capsys.readouterr().out
+    assert not delivery_state.late_nodes(folder)
+    assert command.run(everything) == 0 and "nothing to deliver" in capsys.readouterr().out
 
 
 LOGS, LOGS_NONE = "train: {mlflow: {log_model: true}}", "train: {mlflow: {log_model: false}}"

@@ -51,12 +51,15 @@ def _deliver(folder: RunFolder) -> int:
         return FAILED
     # `pending` counts what MLflow refused to take for now, not what it rejected for good.
     again = command_lines.line(folder.root, "sync", name)
-    if result.pending:
-        why = result.error or "no answer"
+    late_nodes = delivery_state.late_nodes(folder)
+    if result.pending or late_nodes:
+        why = result.error or "no answer" + "".join(f", samples of node {n}" for n in late_nodes)
         done = f"{result.delivered:,} values delivered, the rest failed"
         print(f"{name}: {done}: {why}; try again later: {again}")
         return FAILED
-    if lookup.last_end(folder) is None and not run_locks.writer_lives(folder):
+    # If only a helper's part is here, the end is on another machine's disk.
+    is_open = lookup.last_end(folder) is None and not folder.is_elsewhere
+    if is_open and not run_locks.writer_lives(folder):
         why = "its recorder is alive and must write the run's end first"
         print(f"{name}: {why}; try again later: {again}")
         return FAILED
