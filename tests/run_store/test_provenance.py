@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -79,6 +80,15 @@ def test_a_dirty_tree_has_a_diff(repository: Path, tmp_path: Path) -> None:
     written = tmp_path / "artifacts" / "provenance"
     assert "+x = 2" in (written / "diff.patch").read_text()
     assert json.loads((written / "environment.json").read_text())["commit"] == found.commit
+
+
+def test_a_clean_attempt_leaves_no_diff_of_a_dirty_one(repository: Path, tmp_path: Path) -> None:
+    git(repository, "commit", "--allow-empty", "-m", "clean")
+    clean = found_in(repository)
+    provenance.write_artifacts(dataclasses.replace(clean, diff="+ lr = 7"), tmp_path)
+    assert provenance.read_artifacts(tmp_path)[1] == "+ lr = 7"
+    provenance.write_artifacts(clean, tmp_path)
+    assert provenance.read_artifacts(tmp_path)[1] == ""
 
 
 def test_new_files_make_a_tree_dirty_from_any_folder(repository: Path) -> None:

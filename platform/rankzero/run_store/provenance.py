@@ -174,6 +174,8 @@ def write_artifacts(found: Provenance, folder: Path) -> None:
     write_atomically(target / "environment.json", json.dumps(facts, indent=2))
     if found.diff is not None:
         write_atomically(target / "diff.patch", found.diff)
+    else:  # that of an earlier attempt
+        (target / "diff.patch").unlink(missing_ok=True)
 
 
 def write_packages(folder: Path) -> None:
