@@ -7,7 +7,15 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged, SystemSampled
+from rankzero.events import (
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    RunEnded,
+    RunStarted,
+    StepsLogged,
+    SystemSampled,
+)
 from rankzero.mlflow_store.items import MetricBatch, MetricPoint, MlflowItem, Tags
 from rankzero.run_store.delivery_state import Curves, DeliveryState
 from rankzero.tracking.translate import ending, linked, translate
@@ -145,14 +153,20 @@ def test_samples_go_on_where_another_machine_stopped() -> None:
 
 
 def test_a_checkpoints_metrics_are_linked_as_the_points_of_its_evaluation() -> None:
-    from rankzero.events import CheckpointSaved
-
     items_sent, state = translate([evaluated(10, 0.5)], DeliveryState())
     sent = points(items_sent)
     event = CheckpointSaved(
         T0 + 99, 10, "checkpoints/x", True, {"val/accuracy": 0.5, "val/loss": math.nan}
     )
     assert linked(event, state.curves, "m-1") == [sent[0]._replace(model_id="m-1")]
+
+
+def test_a_checkpoint_that_waits_keeps_the_time_of_its_evaluation() -> None:
+    saved = CheckpointSaved(T0 + 9, 5, "checkpoints/x", True, {"val/loss": 0.3})
+    later = [evaluated(step, 0.5) for step in range(6, 1500)]
+    _, state = translate([started(), evaluated(5, 0.7), saved, *later], DeliveryState())
+    (point,) = linked(saved, state.curves, "m-1")
+    assert point.milliseconds == (T0 + 5) * 1000 and len(state.curves.evaluated) == 1000
 
 
 def test_the_end_sends_the_figures_that_have_no_curve() -> None:

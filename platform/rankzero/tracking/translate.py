@@ -263,8 +263,11 @@ class _Draft:
         if milliseconds is not None:
             # The first one counts: its points are those that MLflow keeps after a resume.
             self._evaluated.setdefault(str(event.step), milliseconds)
-            while len(self._evaluated) > _STEPS_REMEMBERED:
-                del self._evaluated[next(iter(self._evaluated))]
+            if (excess := len(self._evaluated) - _STEPS_REMEMBERED) > 0:
+                saved = (one for one in self._waiting if isinstance(one, CheckpointSaved))
+                needed = {str(one.step) for one in saved}  # by `linked`
+                for old in [one for one in self._evaluated if one not in needed][:excess]:
+                    del self._evaluated[old]
         goal = self._curves.goal
         if event.best and goal is not None:
             self._change(best=scalars.number(event.metrics.get(goal)))
