@@ -99,6 +99,13 @@ def test_a_param_with_another_value_becomes_a_tag() -> None:
     assert tags == {"rankzero.param.train.epochs": "20"}
 
 
+def test_a_param_that_returns_to_its_first_value_has_it_in_its_tag() -> None:
+    _, tags = limits.new_and_changed({"lr (max)": "0.1"}, {"lr _max_": "0.2"})
+    (tag,) = map(limits.name, tags)
+    _, tags = limits.new_and_changed({"lr (max)": "0.2"}, {"lr _max_": "0.2"}, [tag])
+    assert tags == {"rankzero.param.lr (max)": "0.2"}
+
+
 def test_a_param_is_compared_as_mlflow_stores_it() -> None:
     long = "x" * (limits.PARAM_LENGTH + 10)
     stored, _ = limits.new_and_changed({"text": long}, {})

@@ -64,19 +64,20 @@ def names(keys: Iterable[str]) -> dict[str, str]:
 
 
 def new_and_changed(
-    params: Mapping[str, str], present: Mapping[str, str]
+    params: Mapping[str, str], present: Mapping[str, str], tags_present: Iterable[str] = ()
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return the params that MLflow lacks, and a tag for each that it has with another value.
 
-    `present`: the params that MLflow has. A resume may change a setting.
+    `present`: the params that MLflow has. A resume may change a setting, and another change it
+    back. `tags_present`: the names of the tags that MLflow has.
     """
     new, tags, legal = {}, {}, names(params)
     for key, value in params.items():
-        name, value = legal[key], head(value, PARAM_LENGTH)
-        if name not in present:
-            new[name] = value
-        elif present[name] != value:
-            tags[f"rankzero.param.{key}"] = value
+        tag, value = f"rankzero.param.{key}", head(value, PARAM_LENGTH)
+        if legal[key] not in present:
+            new[legal[key]] = value
+        elif present[legal[key]] != value or name(tag) in tags_present:
+            tags[tag] = value
     return new, tags
 
 

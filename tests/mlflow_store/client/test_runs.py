@@ -116,6 +116,8 @@ def test_a_changed_param_becomes_a_tag(tracker: MlflowRuns, run: RunRecord) -> N
         "rankzero.param.p3"
     }
     assert (record.tags["rankzero.attempt"], record.status) == ("2", "RUNNING")
+    tracker.start_attempt(run.run_id, started(3, p3="3"))
+    assert tracker.find_run(run.run_id).tags["rankzero.param.p3"] == "3"
     assert record.tags["host"] == "here"
 
 

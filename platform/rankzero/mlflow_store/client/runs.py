@@ -137,7 +137,7 @@ class MlflowRuns:
         """Log params, and with them tags. Return the run as it was."""
         run = self._run(run_id)
         # MLflow never changes a param. A later value becomes a tag.
-        new, changed = limits.new_and_changed(params, run.data.params)
+        new, changed = limits.new_and_changed(params, run.data.params, run.data.tags)
         for chunk in chunks([Param(*pair) for pair in new.items()], limits.ITEMS_PER_BATCH):
             self._client.log_batch(run_id, params=chunk, synchronous=True)
         self.set_tags(run_id, {**(tags or {}), **changed})
