@@ -15,16 +15,19 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plotly.express import scatter
 
 from rankzero.catalog import lookup
 from rankzero.cli.commands import resume
 from rankzero.cli.commands import runs as runs_command
 from rankzero.cli.commands import sync as sync_command
+from rankzero.cli.main import main
 from rankzero.errors import UserError
 from rankzero.events import CheckpointSaved
 from rankzero.housekeeping import download
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.mlflow_store.client.experiments import folder_for
+from rankzero.reporting import html_page, html_report
 from rankzero.run_store import names, provenance, run_locks, symlinks
 from rankzero.run_store.folder import Identity, RunFolder, write_atomically
 from rankzero.run_store.journal import Journal
@@ -33,7 +36,7 @@ from rankzero.tracking.deliverer import Deliverer
 from rankzero.training.checkpoints import best_model
 from support.fuzz import thorough
 from support.memory_store import MemoryStore
-from support.runs import T0, append, ended, make_folder, saved, settle, started
+from support.runs import T0, append, ended, make_folder, saved, settle, started, steps
 
 EVIL = [
     "../x",
@@ -108,6 +111,25 @@ def test_an_experiment_of_any_name_stays_in_the_store(
         place.relative_to(tmp_path).parts[0] == "artifacts"
         and len(place.relative_to(tmp_path).parts) == 5
     )
+
+
+def test_no_report_or_export_has_what_a_link_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text(html_page.page("not yours", [scatter([1], [2])]))
+    folder = make_folder(tmp_path / "store")
+    append(folder, started(**{"search.sampler": "tpe"}), steps(1, 3), ended())
+    links = ("a.png", "provenance/diff.patch", "provenance/packages.txt", "search.html")
+    for path in (folder.artifacts / name for name in links):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(tmp_path / "secret")
+    (folder.artifacts / "b.png").write_bytes(b"mine")
+    assert html_report._charts_of_search(folder) == []
+    page = "".join(html_report._pictures(folder, []))
+    assert 'alt="b"' in page and 'alt="a"' not in page
+    assert provenance.read_artifacts(folder.artifacts) == ({}, "")
+    words = ["export", folder.path.name, "--to", str(tmp_path / "to")]
+    assert main([*words, "--dir", str(tmp_path / "store")]) == 0
+    assert (tmp_path / "to/figures/b.png").exists()
+    assert not (tmp_path / "to/figures/a.png").exists()
 
 
 def test_uploads_that_lead_out_of_the_run_are_refused(tmp_path: Path) -> None:

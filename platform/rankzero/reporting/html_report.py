@@ -16,6 +16,7 @@ from rankzero.events import PicturesTaken
 from rankzero.redaction.text import line_without_secrets
 from rankzero.reporting import comparison, html_page, learning_curves, metric_table, run_report
 from rankzero.reporting.comparison import RunSide
+from rankzero.run_store import symlinks
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 
@@ -81,6 +82,8 @@ def _charts_of_search(folder: RunFolder) -> list[Any]:
     # A user may have logged a file of this name.
     if "search.sampler" not in read_summary(folder).params or not page.is_file():
         return []
+    if symlinks.leads_out(page, folder.artifacts):
+        return []
     return list(html_page.figures(page.read_text(encoding="utf-8", errors="replace")))
 
 
@@ -130,7 +133,8 @@ def _pictures(folder: RunFolder, missing: list[str]) -> Iterator[str]:
             missing.append(f"the pictures of {folder.path.name}: {why}")
             yield f"<p>This page lacks {html.escape(missing[-1])}</p>"
             found = {}
-        logged = sorted(folder.artifacts.rglob("*.png"))
+        pictures = sorted(folder.artifacts.rglob("*.png"))
+        logged = [one for one in pictures if not symlinks.leads_out(one, folder.artifacts)]
         found |= {str(one.relative_to(folder.artifacts).with_suffix("")): one for one in logged}
         if found:
             yield "<h3>Pictures</h3>"

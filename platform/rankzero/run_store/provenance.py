@@ -20,6 +20,7 @@ from typing import Any
 
 from rankzero.redaction.assignments import is_secret_name
 from rankzero.redaction.text import command_without_secrets, text_without_secrets
+from rankzero.run_store import symlinks
 from rankzero.run_store.folder import write_atomically
 from rankzero.run_store.names import InvalidRunFolder
 
@@ -190,8 +191,10 @@ def read_artifacts(folder: Path) -> tuple[dict[str, str], str]:
     """Return the packages, version by name, and the uncommitted changes, as far as there are."""
     texts = {"packages.txt": "", "diff.patch": ""}
     for name in texts:
+        path = folder / "provenance" / name
         with contextlib.suppress(OSError):
-            texts[name] = (folder / "provenance" / name).read_text(errors="replace")
+            if not symlinks.leads_out(path, folder):
+                texts[name] = path.read_text(errors="replace")
     pairs = (line.partition("==") for line in texts["packages.txt"].splitlines())
     return {name: version for name, _, version in pairs}, texts["diff.patch"]
 

@@ -34,6 +34,12 @@ def refuse(folder: Path) -> None:
         )
 
 
+def leads_out(path: Path, base: Path) -> bool:
+    """Return whether a path, or a symbolic link at it or below it, leads out of folder `base`."""
+    inside = path.resolve() != base.resolve() and path.resolve().is_relative_to(base.resolve())
+    return not inside or any(below.is_symlink() for below in path.rglob("*"))
+
+
 def no_follow(path: str, flags: int) -> int:
     """Open a file, but not through a link: an `opener` for ``open``. Raises OSError."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)

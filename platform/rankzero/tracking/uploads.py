@@ -12,6 +12,7 @@ from pathlib import Path
 from rankzero import scalars
 from rankzero.events import CheckpointDeleted, CheckpointSaved, ModelLogged, PicturesTaken
 from rankzero.permanent_errors import NeverAccepted, lacks_resources, refusal
+from rankzero.run_store import symlinks
 from rankzero.run_store.delivery_state import DeliveryState, Task, Upload
 from rankzero.run_store.folder import RunFolder, is_hidden_artifact
 from rankzero.tracking.open_run import Target
@@ -52,7 +53,7 @@ def _upload_artifacts(
                 continue
             # A hash would read every file again at each of a run's ends.
             name, stat = str(path.relative_to(folder.path)), path.stat()
-            leads_out = _leads_out(path, base)
+            leads_out = symlinks.leads_out(path, base)
             signature = "leads out" if leads_out else f"{stat.st_size}:{stat.st_mtime_ns}"
             if state.queue.uploaded.get(name) == signature:
                 continue
@@ -70,17 +71,11 @@ def _upload_artifacts(
             yield state
 
 
-def _leads_out(path: Path, base: Path) -> bool:
-    """Return whether a path, or a symbolic link at it or below it, leads out of folder `base`."""
-    inside = path.resolve() != base.resolve() and path.resolve().is_relative_to(base.resolve())
-    return not inside or any(below.is_symlink() for below in path.rglob("*"))
-
-
 def _upload_checkpoint(
     event: CheckpointSaved, target: Target, folder: RunFolder, state: DeliveryState
 ) -> DeliveryState:
     path = folder.path / event.path
-    if _leads_out(path, folder.checkpoints):
+    if symlinks.leads_out(path, folder.checkpoints):
         what = f"{event.path!r} leads out of the run's folder"
         return _rejected(state, f"checkpoint of step {event.step}", what)
     try:
@@ -96,7 +91,7 @@ def _upload_model(
     event: ModelLogged, target: Target, folder: RunFolder, state: DeliveryState
 ) -> DeliveryState:
     path, what = folder.path / event.path, f"model {event.name}"
-    if _leads_out(path, folder.models):
+    if symlinks.leads_out(path, folder.models):
         return _rejected(state, what, f"{event.path!r} leads out of the run's folder")
     if not path.exists():
         return _rejected(state, what, f"{event.path} is gone")
@@ -116,7 +111,7 @@ def _upload_pictures(
     from rankzero.run_store import picture_files
 
     path, what = folder.path / event.path, f"pictures of step {event.step}"
-    if _leads_out(path, folder.pictures):
+    if symlinks.leads_out(path, folder.pictures):
         return _rejected(state, what, f"{event.path!r} leads out of the run's folder")
     if not path.exists():
         # A courier that died before it could write its state may have uploaded them.

@@ -16,6 +16,7 @@ from rankzero.mlflow_store import named_runs
 from rankzero.reporting import learning_curves
 from rankzero.reporting.run_facts import fold
 from rankzero.reporting.run_report import page
+from rankzero.run_store import symlinks
 from rankzero.run_store.folder import RunFolder
 
 
@@ -78,6 +79,8 @@ def _write_all(folder: RunFolder, target: Path, kind: str) -> list[Path]:
     if learning_curves.write(picture, metrics, facts.goal.metric):
         files.append(picture)
     for path in sorted(folder.artifacts.rglob("*.png")):
+        if symlinks.leads_out(path, folder.artifacts):
+            continue
         # Two folders may have a picture of one name.
         copied = target / "figures" / path.relative_to(folder.artifacts)
         copied.parent.mkdir(parents=True, exist_ok=True)
