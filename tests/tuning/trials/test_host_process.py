@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -32,6 +33,29 @@ def test_a_frozen_host_is_given_up_and_nobody_waits_for_it(tmp_path: Path) -> No
         # The pool waits once more, and then asks for the trial's end.
         assert wait(trial.handles, 0.0) == []
         assert host.has_ended() and host.was_lost
+
+
+def test_a_host_that_dies_before_it_reads_its_request_loses_the_trial(tmp_path: Path) -> None:
+    with contextlib.closing(LocalHost(())) as host:
+        os.kill(host._process.pid or 0, signal.SIGSTOP)
+        host.run(str, Topology(1), "unread", tmp_path, tmp_path)
+        os.kill(host._process.pid or 0, signal.SIGKILL)
+        assert host.has_ended(20.0) and host.was_lost
+        # It dies between the look at it and the request.
+        host._process.join()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(host._process, "is_alive", lambda: True)
+            host.run(str, Topology(1), "refused", tmp_path, tmp_path)
+        assert host.has_ended(20.0) and host.was_lost
+
+
+def test_a_host_that_dies_before_it_describes_is_named() -> None:
+    with contextlib.closing(LocalHost(())) as host:
+        pid = host._process.pid or 0
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+        with pytest.raises(RuntimeError, match="the process that launches trials ended"):
+            host.describe("exp.py", {}, 1)
 
 
 @pytest.mark.slow

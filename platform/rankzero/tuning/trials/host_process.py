@@ -53,10 +53,11 @@ class LocalHost:
         machines: int = 1,
     ) -> ExperimentDescription:
         """Return the description of the experiment in a file. Raises UserError, RunFailed."""
-        self._pipe.send((describe, reference, settings, processes, parallel, more, machines))
         try:
+            self._pipe.send((describe, reference, settings, processes, parallel, more, machines))
             answer = self._pipe.recv()
-        except EOFError:
+        # One that dies before it has read its request resets the pipe.
+        except (EOFError, OSError):
             code = self._process.exitcode
             raise RuntimeError(f"the process that launches trials ended with {code}") from None
         if isinstance(answer, ExperimentDescription):
@@ -76,7 +77,9 @@ class LocalHost:
         if not self._process.is_alive():
             self._start()
         self.was_lost = False
-        self._pipe.send((_launch, entry, topology, request, logs))
+        # A host that has died meanwhile reads nothing. `has_ended` reports the loss.
+        with contextlib.suppress(OSError):
+            self._pipe.send((_launch, entry, topology, request, logs))
 
     def has_ended(self, seconds: float = 0.0) -> bool:
         """Return whether the trial has ended, after at most `seconds`. True once for each trial."""
@@ -89,7 +92,7 @@ class LocalHost:
             return self.was_lost
         try:
             self._pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):
             self.was_lost = True
         return True
 
