@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,6 +85,13 @@ def test_the_page_opens_offline_and_shows_what_people_read() -> None:
         "Configurations",
     ):
         assert title in page
+
+
+def test_a_choice_among_tuples_is_drawn() -> None:
+    tuples = [
+        dataclasses.replace(one, parameters={"widths": [8, 8 * one.number]}) for one in TRIALS[:3]
+    ]
+    assert "[8, 16]" in str(optuna_figures.interactive(tuples, GOAL, [1])[-1])
 
 
 def test_hovering_shows_rounded_numbers() -> None:

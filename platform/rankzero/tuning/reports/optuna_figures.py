@@ -173,7 +173,9 @@ def _configuration(trial: Trial) -> dict[str, Any]:
     found = {name: trial.facts[fact] for name, fact in _FACTS.items() if fact in trial.facts}
     for name, value in trial.parameters.items():
         if name not in (BATCH_INDEX, PRECISION):
-            found[_LR_FACTOR if name == FACTOR else name] = value
+            # A choice among tuples is stored as lists, which no distribution may have.
+            plain = str(value) if isinstance(value, list | tuple) else value
+            found[_LR_FACTOR if name == FACTOR else name] = plain
     return found
 
 
