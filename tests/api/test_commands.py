@@ -233,8 +233,15 @@ def test_experiment_must_be_in_a_file() -> None:
         rankzero.train(Local())
 
 
+@pytest.mark.parametrize(
+    ("nproc", "words"),
+    [(2, ["--nproc=2"]), ([1, 2, 4], ["--nproc=1,2,4"]), ("1,2", ["--nproc=1,2"]), (None, [])],
+)
 def test_settings_and_options_become_arguments(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    nproc: int | str | list[int] | None,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     called: list[list[str]] = []
 
@@ -250,12 +257,18 @@ def test_settings_and_options_become_arguments(
     experiment = rankzero.override(Tiny(), {"lr": 0.1, "train.epochs": 7})
     with pytest.raises(rankzero.UserError, match="not now"):
         rankzero.search(
-            experiment, minutes=2.5, nproc=2, no_probe=True, new=False, dir=tmp_path, offline=False
+            experiment,
+            minutes=2.5,
+            nproc=nproc,
+            no_probe=True,
+            new=False,
+            dir=tmp_path,
+            offline=False,
         )
     assert called == [
         [
             *("search", f"{TINY}:Tiny", "train.epochs=7", "lr=0.1", "--minutes=2.5"),
-            *("--nproc=2", f"--dir={tmp_path}", "--no-probe", "--no-offline"),
+            *(*words, f"--dir={tmp_path}", "--no-probe", "--no-offline"),
         ]
     ]
 

@@ -65,16 +65,19 @@ def search(
     *,
     minutes: float | None = None,
     trials: int | None = None,
-    nproc: int | str | None = None,
+    nproc: int | str | Sequence[int] | None = None,
     dir: str | Path | None = None,
     **options: Any,
 ) -> SearchHandle:
     """Search as ``rankzero search`` does, around this configuration; return the study.
 
-    The same call again continues the study. `nproc`: also several, such as ``"1,2,4"``. `options`:
-    the command's others, such as ``parallel=2, no_probe=True``. Raises RunFailed, UserError.
+    The same call again continues the study. `nproc`: also several, such as ``[1, 2, 4]``.
+    `options`: the command's others, such as ``parallel=2, no_probe=True``. Raises RunFailed and
+    UserError.
     """
     words = _words("search", experiment)
+    if nproc is not None and not isinstance(nproc, int | str):
+        nproc = ",".join(map(str, nproc))
     words += _options(minutes=minutes, trials=trials, nproc=nproc, dir=dir, **options)
     with tempfile.TemporaryDirectory(prefix="rankzero-") as folder:
         # Only the command knows the study's name: it depends on all that must stay equal.
