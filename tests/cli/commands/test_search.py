@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -11,11 +12,13 @@ import signal
 import sqlite3
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from rankzero.catalog.lookup import last_end, mlflow_id
+from rankzero.cli.commands import search
 from rankzero.cli.main import main
 from rankzero.events import RunEnded, StepsLogged
 from rankzero.launch import agent
@@ -24,6 +27,7 @@ from rankzero.tuning.options import default_storage
 from rankzero.tuning.search import EARLIER
 from rankzero.tuning.space import DEVICES
 from rankzero.tuning.study import find_study
+from rankzero.tuning.trials.resources import Share
 from support.commands import TINY, Command, events, processes_of
 from support.stores import list_runs, mlflow_runs
 
@@ -289,6 +293,24 @@ def test_a_helper_without_a_leader_names_the_command_that_decides(rankzero: Comm
     store = f"sqlite:///{rankzero.folder / 'mlruns' / 'mlflow.db'}"
     runs = [run for run in list_runs(store) if run.name == "s"]
     assert [run.status for run in runs] == ["FINISHED"]
+
+
+def test_trials_side_by_side_divide_a_containers_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list[Share | None]()
+
+    def make_host(_arguments: object, share: Share | None = None) -> SimpleNamespace:
+        found.append(share)
+        return SimpleNamespace(close=lambda: None)
+
+    described = SimpleNamespace(gpus=0), SimpleNamespace(devices=(1,))
+    monkeypatch.setattr(search, "_search_options", lambda _: None)
+    monkeypatch.setattr(search, "_make_host", make_host)
+    monkeypatch.setattr(search, "described_space", lambda *_: described)
+    monkeypatch.setattr(search, "_search", lambda *_: 0)
+    monkeypatch.setattr(search, "usable_cores", lambda: list(range(16)))
+    monkeypatch.setattr(search, "core_count", lambda: 4)
+    assert search.run(argparse.Namespace(parallel=2, slurm=False, ray=None)) == 0
+    assert found == [None, Share(cores=(0, 1)), Share(cores=(2, 3))]
 
 
 def at_once(folders: list[Path]) -> int:

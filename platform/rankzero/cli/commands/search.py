@@ -32,7 +32,7 @@ from rankzero.reporting import reproduce
 from rankzero.run_store import names, provenance
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import read_all
-from rankzero.telemetry.host import usable_cores
+from rankzero.telemetry.host import core_count, usable_cores
 from rankzero.tuning import knobs
 from rankzero.tuning.objective import NAMES
 from rankzero.tuning.options import PRUNERS, SAMPLERS, SearchOptions, default_storage
@@ -132,9 +132,9 @@ def run(arguments: argparse.Namespace) -> int:
         # The first host has the whole machine. Each trial needs a host on its own share.
         hosts.remove(first)
         first.close()
-        found = shares(
-            arguments.parallel, max(space.devices), described.gpus, usable_cores(), os.environ
-        )
+        # A container's quota is divided, too, and not only the cores that it sees.
+        cores = usable_cores()[: core_count()]
+        found = shares(arguments.parallel, max(space.devices), described.gpus, cores, os.environ)
         hosts += [_make_host(arguments, share) for share in found]
         return _search(arguments, chosen, hosts, described, space)
 
