@@ -69,6 +69,20 @@ def test_energy_to_the_target_is_its_share_of_the_whole() -> None:
     assert Objective("energy", ACCURACY, 0.8).value(folded(events, ACCURACY)) == pytest.approx(50.0)
 
 
+def test_energy_counts_the_steps_before_the_first_speed() -> None:
+    name = "system/gpu_0_energy_joules"
+    events: list[Event] = [
+        SystemSampled(0.0, 0, {name: 3000.0}),
+        StepsLogged([1], [0.0], {"train/loss": [1.0]}),
+        SystemSampled(0.0, 1, {name: 3040.0}),
+        StepsLogged([5], [1.0], {"train/loss": [1.0]}),
+        StepsLogged([10], [2.0], {"throughput/step_seconds": [0.2]}),
+        SystemSampled(0.0, 2, {name: 3080.0}),
+    ]
+    curve = folded(events, ACCURACY)
+    assert (curve.training_joules, curve.seconds) == (80.0, 2.0)
+
+
 def test_the_metric_is_interpolated_between_evaluations() -> None:
     curve = folded(epochs(0.5, 0.7, 0.9), ACCURACY)
     assert curve.seconds_to(0.8) == pytest.approx(5.0)

@@ -36,8 +36,8 @@ class LearningCurve:
     ended: RunEnded | None = None
     peaks: dict[str, float] = dataclasses.field(default_factory=dict)
     """The highest mean of each system metric."""
-    joules_before: float = 0.0
-    """The energy up to the first report of steps."""
+    joules_before: float | None = None
+    """The energy up to the first report of steps. None: there was no report yet."""
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -45,7 +45,8 @@ class LearningCurve:
                 # A trial may begin again with a smaller micro-batch.
                 self.ended, self.total_steps = None, event.total_steps
             case StepsLogged(steps=steps, metrics=metrics):
-                if not self.step:
+                # Also a report without a speed: later seconds count the steps before.
+                if self.joules_before is None:
                     self.joules_before = self.joules or 0.0
                 if STEP_SECONDS in metrics:
                     # The reported seconds are means over the steps since the last report.
@@ -88,7 +89,7 @@ class LearningCurve:
     @property
     def training_joules(self) -> float | None:
         """Return the energy since the first report of steps, or None if it is not measured."""
-        return None if self.joules is None else self.joules - self.joules_before
+        return None if self.joules is None else self.joules - (self.joules_before or 0.0)
 
     @property
     def memory_megabytes(self) -> float | None:
