@@ -59,6 +59,9 @@ def test_energy_is_that_of_the_gpus_and_without_any_that_of_the_processors() -> 
     assert joules(cpu_energy_joules=9.0, gpu_0_utilization_percentage=1.0) is None
     assert joules(cpu_energy_joules=9.0, gpu_0_energy_joules=4.0) == 4.0
     assert joules(gpu_0_energy_joules=4.0, gpu_energy_joules=7.0) == 7.0
+    assert joules(gpu_0_energy_joules=4.0, gpu_1_temperature_celsius=40.0) is None
+    # The second GPU was lost before its first reading.
+    assert joules(gpu_0_energy_joules=4.0, gpu_utilization_percentage=90.0) is None
 
 
 def test_energy_to_the_target_is_its_share_of_the_whole() -> None:

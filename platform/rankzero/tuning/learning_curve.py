@@ -81,10 +81,12 @@ class LearningCurve:
 
         Without GPUs: what the machine's processors took.
         """
-        if not any(name.startswith("system/gpu_") for name in self.peaks):
+        gpus = {name for name in self.peaks if name.startswith("system/gpu_")}
+        if not gpus:
             return self.peaks.get("system/cpu_energy_joules")
-        one_gpu = self.peaks.get("system/gpu_0_energy_joules")
-        return self.peaks.get("system/gpu_energy_joules", one_gpu)
+        # Several GPUs have a sum, or it is not known. The first one's share would mislead.
+        is_one = all(name.startswith("system/gpu_0_") for name in gpus)
+        return self.peaks.get(f"system/gpu_{'0_' if is_one else ''}energy_joules")
 
     @property
     def training_joules(self) -> float | None:
