@@ -72,6 +72,16 @@ def test_energy_to_the_target_is_its_share_of_the_whole() -> None:
     assert Objective("energy", ACCURACY, 0.8).value(folded(events, ACCURACY)) == pytest.approx(50.0)
 
 
+def test_a_trial_too_short_for_a_steady_speed_has_that_of_all_its_steps() -> None:
+    curve = LearningCurve(ACCURACY, batch_size=32)
+    for event in epochs(0.5, 0.7):
+        curve(event)
+    objective = Objective("throughput", ACCURACY, None)
+    assert objective.value(curve) == pytest.approx(-20 * 32 / 4.0)
+    curve(RunEnded(200.0, "FINISHED", "", None, {"samples_per_second": 200.0}))
+    assert objective.value(curve) == -200.0
+
+
 def test_energy_counts_the_steps_before_the_first_speed() -> None:
     name = "system/gpu_0_energy_joules"
     events: list[Event] = [

@@ -38,6 +38,7 @@ class LearningCurve:
     """The highest mean of each system metric."""
     joules_before: float | None = None
     """The energy up to the first report of steps. None: there was no report yet."""
+    batch_size: int = 0
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -74,6 +75,11 @@ class LearningCurve:
     def samples_per_second(self) -> float | None:
         """Return the speed that the run's summary has, or None before its end."""
         return None if self.ended is None else self.ended.metrics.get("samples_per_second")
+
+    @property
+    def mean_speed(self) -> float:
+        """Return the samples/s of all steps. The run's summary leaves out the first ones."""
+        return self.step * self.batch_size / max(self.seconds, 1e-9)
 
     @property
     def joules(self) -> float | None:

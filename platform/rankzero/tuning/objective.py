@@ -60,7 +60,8 @@ class Objective:
         machine does not.
         """
         if self.name == "throughput":
-            return -(curve.samples_per_second or 0.0)
+            # A short trial ends before its speed is steady, and has none in its summary.
+            return -(curve.samples_per_second or curve.mean_speed)
         if self.name == "tokens":
             speed = curve.ended.metrics.get("tokens_per_second") if curve.ended else None
             if speed is None:

@@ -173,8 +173,8 @@ def _follow(
 
     Prunes the trial if it cannot win, and kills it after a silence.
     """
-    curve, stop_reason, last_sign = LearningCurve(job.objective.goal), "", time.monotonic()
-    killed = math.inf
+    curve = LearningCurve(job.objective.goal, batch_size=job.experiment.train.batch_size)
+    stop_reason, last_sign, killed = "", time.monotonic(), math.inf
     for events in _events(run):
         for event in events:
             curve(event)
