@@ -141,6 +141,7 @@ def test_second_copy_brings_the_better_model_and_what_an_upload_left(
     )
     (former,) = (one for one in there.models.of_run(copied) if one.name == "best")
     (trees,) = (one for one in there.models.of_run(copied) if one.name == "trees")
+    bundle.write(folder, theirs / "older.zip")
     # The best model is that of a later step now, and an upload was killed.
     tags = {"rankzero.model": "best", "rankzero.step": "30"}
     tracker.models.delete_checkpoint(tracker.models.best_model(run) or "")
@@ -154,6 +155,10 @@ def test_second_copy_brings_the_better_model_and_what_an_upload_left(
     assert held(theirs, "study", copied.run_id)["models"] == held(mine, "study")["models"]
     assert all(one.status == "READY" for one in found)
     assert former.model_id not in {one.model_id for one in found}
+    newest = there.models.best_model(copied)
+    assert newest is not None and there.models.register(copied, newest, "ours") == 1
+    bundle.read(theirs / "older.zip", theirs / "third" / "runs", uri, offline=False)
+    assert there.models.best_model(copied) == newest, "an older bundle retires no newer model"
 
 
 def test_import_that_was_killed_is_continued(

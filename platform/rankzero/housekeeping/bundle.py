@@ -259,14 +259,21 @@ def _deliver_what_mlflow_had(folder: RunFolder, source: Path) -> None:
         if (model["name"], *_version(model["tags"])) in same:
             continue
         tracker.models.log_model(run, source / "models" / str(number), **model)
-        for former in there if model["tags"].get("rankzero.model") == "best" else ():
-            # The run was trained on since an earlier copy.
-            if former.tags.get("rankzero.model") == "best":
-                tracker.models.delete_checkpoint(former.model_id)
+    # The run was trained on since an earlier copy. An older bundle retires no newer model.
+    newest = max([-1, *(_best_step(model["tags"]) for model in known["models"])])
+    ours = {_version(model["tags"]) for model in known["models"]}
+    for former in there:
+        if -1 < _best_step(former.tags) <= newest and _version(former.tags) not in ours:
+            tracker.models.retire(former.model_id)
     tags = known["tags"]
     if DESCRIPTION in tags:
         tags[DESCRIPTION] = description.moved(tags[DESCRIPTION], run.experiment_id, run_id)
     tracker.set_tags(run_id, tags)
+
+
+def _best_step(tags: Mapping[str, str]) -> int:
+    """Return the step of a best model, or -1 for another one."""
+    return int(tags["rankzero.step"]) if tags.get("rankzero.model") == "best" else -1
 
 
 def _version(tags: Mapping[str, str]) -> tuple[str | None, ...]:

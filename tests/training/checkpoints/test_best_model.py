@@ -185,6 +185,13 @@ def test_two_processes_log_one_model(folder: RunFolder, sqlite: str) -> None:
     best_model._log(folder, saved, {**note, "step": 8}, {"rankzero.saved_at": "2.5"})
     (better,) = models()
     assert better != known
+    # The registry's versions have no files of their own.
+    tracker.models.register(run, better, "ours")
+    best = {"rankzero.model": "best", "rankzero.step": "9", "rankzero.saved_at": "3.5"}
+    best_model._log(folder, saved, {**note, "step": 9}, best)
+    assert len(models()) == 2 and better in models()
+    tags = {one.model_id: one.tags["rankzero.model"] for one in tracker.models.of_run(run)}
+    assert tags.pop(better) == "former" and list(tags.values()) == ["best"]
 
 
 def test_the_model_is_logged_once_the_run_is_delivered_and_else_left_to_sync(

@@ -81,6 +81,17 @@ class MlflowModels:
         self._locations.of_model(model).delete()
         self._client.delete_logged_model(model_id)
 
+    def retire(self, model_id: str) -> None:
+        """Delete a best model that another one replaced.
+
+        A registered one stays, and its tag says that it is a former one: the registry's versions
+        have no files of their own.
+        """
+        if self._client.search_model_versions(f"source_path = 'models:/{model_id}'"):
+            self._client.set_logged_model_tags(model_id, {"rankzero.model": "former"})
+        else:
+            self.delete_checkpoint(model_id)
+
     def download_checkpoint(self, model_id: str, destination: Path) -> Path:
         """Download the checkpoint's files into the folder `destination` and return it."""
         destination.mkdir(parents=True, exist_ok=True)

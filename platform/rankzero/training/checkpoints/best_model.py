@@ -243,7 +243,7 @@ def _log(folder: RunFolder, saved: Path, note: Mapping[str, Any], tags: Mapping[
         write_atomically(folder.logged_model, json.dumps({**note, "model_id": model_id}))
         # Only now, so that MLflow always has one of them.
         if before is not None and before["model_id"] != model_id:
-            tracker.models.delete_checkpoint(before["model_id"])
+            tracker.models.retire(before["model_id"])
     finally:
         os.close(descriptor)
 
