@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,6 +117,21 @@ def test_a_cut_answer_is_an_error(
         assert refusal(raised.value) is None  # type: ignore[arg-type]
     cutter.until = None
     assert tracker.open_run(identity, T0) == tracker.find_open_run(identity)
+
+
+def test_a_run_whose_answer_is_lost_is_not_created_again(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker, identity = MlflowRuns(server.uri), make_folder(tmp_path, server.uri).identity
+    retries, create = list[int](), tracker._client.create_run
+
+    def noting(*given: Any, **named: Any) -> Any:
+        retries.append(environment_variables.MLFLOW_HTTP_REQUEST_MAX_RETRIES.get())
+        return create(*given, **named)
+
+    monkeypatch.setattr(tracker._client, "create_run", noting)
+    tracker.open_run(identity, T0)
+    assert retries == [0]
 
 
 @pytest.mark.parametrize("until", [b"\r\nconte", b"\r\n\r\n", b"lr"])

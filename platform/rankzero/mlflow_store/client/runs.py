@@ -84,12 +84,15 @@ class MlflowRuns:
         # MLflow takes a run's user from this tag, only now. A container's user may have no name.
         with contextlib.suppress(OSError, KeyError, ImportError):
             tags["mlflow.user"] = getpass.getuser()
-        run = self._client.create_run(
-            experiments.find_or_create(self._client, self._uri, identity),
-            start_time=int(start_seconds * 1000),
-            run_name=identity.name,
-            tags={key: limits.head(one, limits.TAG_LENGTH) for key, one in tags.items() if one},
-        )
+        experiment = experiments.find_or_create(self._client, self._uri, identity)
+        # Sent again after a lost answer, it would make a second run. The next call looks first.
+        with request_timeout(0, once=True):
+            run = self._client.create_run(
+                experiment,
+                start_time=int(start_seconds * 1000),
+                run_name=identity.name,
+                tags={key: limits.head(one, limits.TAG_LENGTH) for key, one in tags.items() if one},
+            )
         return RunRecord.of(run)
 
     def find_open_run(self, identity: Identity) -> RunRecord | None:
