@@ -56,7 +56,7 @@ from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.host import Host
 from rankzero.tuning.trials.launcher import TrainLauncher
 from rankzero.tuning.verdict.cost import DeviceResult, device_result
-from rankzero.tuning.verdict.decide import Verdict
+from rankzero.tuning.verdict.decide import Candidate, Verdict
 from rankzero.tuning.verdict.sentence import sentence
 
 FIRST, EARLIER, _PARENT, PRICE = "first", "earlier", "parent", "price"
@@ -171,7 +171,9 @@ def _lead(
         spent, launchers = time.monotonic() - began, _launchers(setup, run)
         session = Session(study, space, launchers, setup.options, notify, already_seconds=spent)
         verdict = session.run(*first_guesses(study))
-        setup = dataclasses.replace(setup, use=setup.use + _how_many(space, verdict))
+        setup = dataclasses.replace(
+            setup, use=setup.use + how_many_devices(space, verdict.winner, setup.described.gpus)
+        )
         devices = device_result(
             study.trials(),
             space,
@@ -193,12 +195,18 @@ def _lead(
     return SearchOutcome(text, run.folder, setup.use)
 
 
-def _how_many(space: Space, verdict: Verdict) -> str:
-    """Return the options that train on the winner's devices, where the defaults may not."""
-    if len(space.devices) == space.machines == 1:
+def how_many_devices(space: Space, winner: Candidate, gpus: int) -> str:
+    """Return the options that train on the winner's devices, where the defaults may not.
+
+    `gpus`: of the machine.
+    """
+    strategy = winner.settings.get("train.strategy", space.reference.train.strategy)
+    # As `rankzero train` takes them by itself.
+    default = 1 if strategy in ("single", "dp") else max(1, gpus)
+    if len(space.devices) == space.machines == 1 and winner.devices == default:
         return ""
     meeting = " --rdzv-endpoint HOST:PORT" if space.machines > 1 else ""
-    return f" {options_of([verdict.winner.devices], space.machines)}{meeting}"
+    return f" {options_of([winner.devices], space.machines)}{meeting}"
 
 
 def _identity(setup: SearchSetup, study: Study) -> Identity:

@@ -1,0 +1,43 @@
+"""The parts of a whole search that need no training."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from rankzero import Experiment
+from rankzero.config import override
+from rankzero.tuning.search import how_many_devices
+from rankzero.tuning.space import make_space
+from rankzero.tuning.verdict.decide import Candidate
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "gpus", "words"),
+    [
+        ("ddp", (1,), 0, ""),
+        ("ddp", (4,), 4, ""),
+        ("ddp", (1,), 4, " --nproc 1"),
+        ("ddp", (2,), 0, " --nproc 2"),
+        ("single", (1,), 4, ""),
+        ("ddp", (1, 4), 4, " --nproc 4"),
+    ],
+)
+def test_the_command_that_uses_the_result_trains_on_as_many_devices(
+    strategy: str, devices: tuple[int, ...], gpus: int, words: str
+) -> None:
+    own, *more = devices
+    reference = override(Experiment(), {"train.strategy": strategy})
+    space = make_space(reference, own, 0.5, more=more)
+    winner = Candidate(0, {}, 32, (), devices[-1])
+    assert how_many_devices(space, winner, gpus) == words
+
+
+def test_the_knobs_and_the_machines_decide_on_how_many_devices_the_result_trains() -> None:
+    space = make_space(Experiment(), 1, 0.5)
+    single = Candidate(0, {"train.strategy": "single"}, 32, ())
+    assert how_many_devices(space, single, 4) == ""
+    two = dataclasses.replace(space, devices=(2,), machines=2)
+    found = how_many_devices(two, Candidate(0, {}, 32, (), 2), 1)
+    assert found == " --nproc 1 --nnodes 2 --rdzv-endpoint HOST:PORT"
