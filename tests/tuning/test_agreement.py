@@ -50,6 +50,19 @@ def test_a_helper_draws_from_the_space_that_the_leader_narrowed(study: Study) ->
     assert later.batch_sizes == (32, 64), "the first leader's space stays"
 
 
+def test_the_map_rules_out_of_the_users_own_sizes_only_what_does_not_fit(study: Study) -> None:
+    class Named(Mine):
+        train: Train = Train(batch_size=128)
+        search = {"train.batch_size": Choice(16, 32, 64, 128, 256, 512)}
+
+    space = make_space(Named(), 1, 0.5, samples=10_000)
+    lost = ProbeResult(256, 256, "fp32", "out of memory")
+    measured = [*(ProbeResult(size, size, "fp32", "ok", 9.0) for size in (64, 128)), lost]
+    found = agree_on_space(study, space, measured, SearchOptions())
+    assert found.batch_sizes == (16, 32, 64, 128)
+    assert check_space(study, space, SearchOptions()).batch_sizes == (16, 32, 64, 128)
+
+
 def test_all_processes_use_the_settings_of_speed_that_the_first_leader_measured(
     study: Study,
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from rankzero import Choice, Experiment, Train
 from rankzero.errors import UserError
+from rankzero.search_ranges import LogUniform
 from rankzero.tuning import knobs
 from rankzero.tuning.space import make_space
 from rankzero.tuning.trials.describe import ExperimentDescription
@@ -30,6 +31,18 @@ def test_only_the_knobs_that_are_named_are_turned() -> None:
     assert space.batch_sizes == (32,) and space.precisions == ("fp32",)
     assert space.factors == SPACE.factors and space.knobs == ("compile",)
     assert not {"lr_factor"} & set(knobs.turned(SPACE, knobs.parse("batch")).parameters())
+
+
+def test_the_experiments_own_ranges_are_always_varied() -> None:
+    class Named(Mine):
+        search = {
+            "lr": LogUniform(1e-4, 1e-2),
+            "train.batch_size": Choice(16, 32),
+            "train.precision": Choice("fp32", "bf16"),
+        }
+
+    space = make_space(Named(), 1, 0.5, samples=1000)
+    assert knobs.turned(space, knobs.parse("compile")).parameters() == space.parameters()
 
 
 def test_a_knob_that_the_experiment_searches_is_trained() -> None:

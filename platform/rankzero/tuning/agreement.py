@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from rankzero.redaction.text import settings_without_secrets
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.probe import grid
 from rankzero.tuning.probe.grid import ProbeResult
-from rankzero.tuning.space import Space, asked_for, narrowed, row_name
+from rankzero.tuning.space import BATCH, Space, asked_for, narrowed, row_name
 from rankzero.tuning.study import Study
 
 SPACE = "space"
@@ -55,13 +56,18 @@ def agree_on_space(
 ) -> Space:
     """Return the space that all processes draw from. The first leader stores it, for good.
 
-    The probe map rules out batches that do not fit or are no faster, and slow precisions. A grid
+    The probe map rules out batches that do not fit or are no faster, and slow precisions. Of the
+    batch sizes that the experiment's `search` names, it rules out those that do not fit. A grid
     keeps all of its cells. `speed`: the settings that the probe decided on.
     """
     if SPACE not in study.facts:
         if measured and options.sampler != "grid":
-            sizes = [one.batch_size for one in grid.fastest(measured)]
-            space = narrowed(space, sizes, grid.worth_searching(measured, space.precisions))
+            sizes = {one.batch_size for one in grid.fastest(measured)}
+            if BATCH in type(space.reference).search:
+                # The map leaves out small sizes, and those above its knee. They may be better.
+                unfit = min({one.batch_size for one in measured} - sizes, default=math.inf)
+                sizes |= {size for size in space.batch_sizes if size < unfit}
+            space = narrowed(space, sorted(sizes), grid.worth_searching(measured, space.precisions))
         space = dataclasses.replace(space, speed=speed or {})
         fact = {
             "batch_sizes": space.batch_sizes,

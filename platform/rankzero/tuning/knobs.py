@@ -44,6 +44,8 @@ def turned(space: Space, names: tuple[str, ...]) -> Space:
     The experiment's own ranges stay. A knob that is one of them is trained.
     """
     train, extras, processes = space.reference.train, dict(space.extras), min(space.devices)
+    own = {"train.batch_size": "batch", "train.precision": "precision", "lr": "lr"}
+    named = {own[key] for key in type(space.reference).search if key in own} | set(names)
     if _COMPRESSION in names:
         if processes == 1 or train.strategy not in ("ddp", "zero1"):
             raise UserError(
@@ -53,9 +55,9 @@ def turned(space: Space, names: tuple[str, ...]) -> Space:
         extras.setdefault(f"train.{_COMPRESSION}", Choice("none", "bf16"))
     return dataclasses.replace(
         space,
-        batch_sizes=space.batch_sizes if "batch" in names else (train.batch_size,),
-        precisions=space.precisions if "precision" in names else (train.precision,),
-        factors=space.factors if "lr" in names else LogUniform(1.0, 1.0),
+        batch_sizes=space.batch_sizes if "batch" in named else (train.batch_size,),
+        precisions=space.precisions if "precision" in named else (train.precision,),
+        factors=space.factors if "lr" in named else LogUniform(1.0, 1.0),
         extras=extras,
         knobs=tuple(name for name in names if name in MEASURED and f"train.{name}" not in extras),
     )
