@@ -86,9 +86,11 @@ class RankZeroLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log metrics at a step."""
         # Lightning counts the steps before a batch, the callback counts it too. A metric of both
-        # must not have two points. In an evaluation Lightning counts batches.
+        # must not have two points. Values of an evaluation's single batches have the batch's number
+        # as their step, and no epoch.
         trains = self.trainer is not None and self.trainer.training
-        if trains and self.newest_step and step == self.newest_step - 1:
+        has_step = trains or "epoch" in metrics
+        if has_step and self.newest_step and step == self.newest_step - 1:
             step = self.newest_step
         values = {f"{self._prefix}{name}": metrics[name] for name in metrics if name != "epoch"}
         self.deferred_run.log(values, step)
