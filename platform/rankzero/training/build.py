@@ -37,13 +37,11 @@ def build(
 
     `data`: what `sets.load` returned before, to use it again.
     """
-    train = experiment.train
-    amp = _set_up_process(experiment, world)
+    train, amp = experiment.train, _set_up_process(experiment, world)
     train_set, val_sets = data or sets.load(experiment)
     order = _batch_order(experiment, world, train_set, val_sets)
-    # It stays on the CPU: a strategy moves the part of it that this rank needs.
+    # On the CPU: a strategy moves this rank's part. A pretraining within model() leaves gradients.
     model = experiment.model()
-    # A pretraining within model() leaves gradients, for the first step and that of each resume.
     model.zero_grad()
     trainable = [name for name, one in model.named_parameters() if one.requires_grad]
     make_loader = _loader_factory(experiment, world)

@@ -174,23 +174,21 @@ def _lead(
         setup = dataclasses.replace(
             setup, use=setup.use + how_many_devices(space, verdict.winner, setup.described.gpus)
         )
+        confirmed, price = session.sound_confirmations(), study.facts.get(PRICE)
         devices = device_result(
-            study.trials(),
-            space,
-            session.sound_confirmations(),
-            study.facts.get(PRICE),
-            verdict.winner.trial,
-            measured,
+            study.trials(), space, confirmed, price, verdict.winner.trial, measured
         )
         text = _report(setup, space, study, verdict, probe, devices, run)
-        summary = {
-            "gain": verdict.gain,
-            "gain_low": verdict.gain_low,
-            "gain_high": verdict.gain_high,
-            "search_seconds": study.facts[SECONDS],
-            "noise": verdict.noise if math.isfinite(verdict.noise) else None,
-        }
-        run.finish(text, summary)
+        run.finish(
+            text,
+            {
+                "gain": verdict.gain,
+                "gain_low": verdict.gain_low,
+                "gain_high": verdict.gain_high,
+                "search_seconds": study.facts[SECONDS],
+                "noise": verdict.noise if math.isfinite(verdict.noise) else None,
+            },
+        )
         study.note(members.LEADER, "")
     return SearchOutcome(text, run.folder, setup.use)
 

@@ -246,10 +246,7 @@ def _set_processes(
 
 
 def _newest_checkpoint(folder: RunFolder, offline: bool, *, required: bool) -> Path | None:
-    """Return the newest intact checkpoint, from MLflow if there is none here.
-
-    Without one, raises UserError if it is `required`.
-    """
+    """Return the newest intact checkpoint, here or in MLflow. Raises UserError if `required`."""
     path, problems = checkpoint_files.newest_intact(folder.checkpoints)
     for problem in problems:
         print(f"note: {problem}")

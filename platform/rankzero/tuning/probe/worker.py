@@ -99,9 +99,8 @@ def _measure_all(request: ProbeRequest, world: World) -> None:
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), request.config)
     # As a training does before it loads its data.
     rng.seed_all(experiment.train.seed)
-    measured = list(request.known)
     # Loaded once: that may take longer than a cell.
-    data = sets.load(experiment)
+    measured, data = list(request.known), sets.load(experiment)
     # Every rank computes the same next cell from the same measurements.
     while cell := request.next_cell(measured):
         if world.ranks.first:
