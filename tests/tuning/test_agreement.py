@@ -10,6 +10,7 @@ import pytest
 from rankzero import Choice, Experiment, Goal, Train
 from rankzero.config import override
 from rankzero.errors import UserError
+from rankzero.search_ranges import LogUniform
 from rankzero.tuning import agreement
 from rankzero.tuning.agreement import (
     SPACE,
@@ -102,6 +103,21 @@ def test_a_study_of_an_older_version_has_no_settings_of_speed(study: Study) -> N
     agree_on_space(study, SPACE_OF_MINE, MAP, SearchOptions())
     space = check_space(study, SPACE_OF_MINE, SearchOptions())
     assert space.speed == {} and SPEED not in space.parameters()
+
+
+def test_an_older_study_keeps_its_range_of_learning_rates(study: Study) -> None:
+    class Named(Mine):
+        search = {"lr": Choice(0.1, 0.01)}
+
+    space = make_space(Named(lr=0.1), 1, 0.5, samples=1000)
+    assert space_of_version(study, space, SearchOptions()) == space
+    agree_on_space(study, space, [], SearchOptions())
+    assert space_of_version(study, space, SearchOptions()) == space
+    study.note(
+        SPACE, {name: one for name, one in study.facts[SPACE].items() if name != "lr_choice"}
+    )
+    old = space_of_version(study, space, SearchOptions())
+    assert old.factors == LogUniform(0.01 / 0.1, 1.0)
 
 
 def test_a_grid_of_an_older_version_keeps_the_ranges_of_its_trials(study: Study) -> None:

@@ -197,6 +197,25 @@ def test_learning_rates_go_beyond_what_was_tried_and_then_close_in() -> None:
     assert fixed.further_lrs(alone, []) == fixed.closer_lrs(alone, []) == []
 
 
+def test_a_choice_of_learning_rates_stays_one() -> None:
+    space = make_space(searching(lr=Choice(1.0, 0.01)), 1, 1.0)
+    factors = Choice(pytest.approx(0.1), 1.0, pytest.approx(10.0))
+    assert space.parameters()[FACTOR] == factors and "lr 0.1/1/10 x scaled" in str(space)
+    low, own, high = space.factors.options  # type: ignore[union-attr]
+    trial = space.reference_parameters()
+    assert [one[FACTOR] for one in space.further_lrs(trial, [own])] == [high, low]
+    assert space.further_lrs({**trial, FACTOR: high}, [own, high]) == []
+    assert space.closer_lrs(trial, [low, own, high]) == []
+    assert [space.nearest_factor(factor) for factor in (0.0, 0.2, 2.0, 99.0)] == [
+        low,
+        low,
+        own,
+        high,
+    ]
+    with pytest.raises(ConfigError, match="must be above 0"):
+        make_space(searching(lr=Choice(0.0, 0.1)), 1, 1.0)
+
+
 def test_a_number_at_the_edge_of_its_range_is_named() -> None:
     class Ranges(Plain):
         dropout: float = 0.1

@@ -12,6 +12,7 @@ from rankzero import config
 from rankzero.config.renamed import with_new_names
 from rankzero.errors import UserError
 from rankzero.redaction.text import settings_without_secrets
+from rankzero.search_ranges import Choice, LogUniform
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.probe import grid
 from rankzero.tuning.probe.grid import ProbeResult
@@ -42,7 +43,12 @@ def space_of_version(study: Study, space: Space, options: SearchOptions) -> Spac
     """
     _check_devices(study, space)
     _check_settings(study, space, options)
-    if "speed" not in study.facts.get(SPACE, {"speed": {}}):
+    known = study.facts.get(SPACE, {"speed": {}, "lr_choice": False})
+    if isinstance(space.factors, Choice) and "lr_choice" not in known:
+        # An older version drew between the options. Optuna keeps a parameter's kind.
+        factors = space.factors.options
+        space = dataclasses.replace(space, factors=LogUniform(factors[0], factors[-1]))
+    if "speed" not in known:
         return dataclasses.replace(space, knobs=())
     return asked_for(space) if options.sampler == "grid" else space
 
@@ -75,6 +81,7 @@ def agree_on_space(
             "signature": _signature(space, options),
             "speed": dict(space.speed),
             "micro_batches": _fitting(measured),
+            "lr_choice": isinstance(space.factors, Choice),
             "devices": space.devices,
             "machines": space.machines,
             "settings": _settings(space, options),

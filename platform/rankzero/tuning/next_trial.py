@@ -60,8 +60,7 @@ def _in_space(space: Space, trial: Trial) -> dict[str, Any]:
         distances = [abs(math.log(one / batch_size)) for one in space.batch_sizes]
         found[BATCH_INDEX] = distances.index(min(distances))
     if FACTOR in ranges:
-        factor = facts["lr"] / space.scaled_lr(batch_size)
-        found[FACTOR] = min(max(factor, space.factors.low), space.factors.high)
+        found[FACTOR] = space.nearest_factor(facts["lr"] / space.scaled_lr(batch_size))
     return found
 
 

@@ -46,7 +46,8 @@ class Space:
     batch_sizes: tuple[int, ...]
     """Ascending; the reference's is one of them."""
     precisions: tuple[str, ...]
-    factors: LogUniform
+    factors: LogUniform | Choice
+    """Those of the learning rate; a choice of the user's keeps its options."""
     lr_exponent: float
     extras: Mapping[str, Range]
     """The experiment's own ranges, by dotted key."""
@@ -64,8 +65,9 @@ class Space:
     def __str__(self) -> str:
         batch = "-".join(map(str, sorted({self.batch_sizes[0], self.batch_sizes[-1]})))
         parts = [f"batch {batch}", "/".join(self.precisions)]
-        if self.factors.low < self.factors.high:
-            factors = f"{self.factors.low:g}-{self.factors.high:g}"
+        if len(set(_ends(self.factors))) > 1:
+            sign = "/" if isinstance(self.factors, Choice) else "-"
+            factors = sign.join(f"{factor:g}" for factor in _ends(self.factors))
             parts.append(f"lr {factors} x scaled (exponent {self.lr_exponent:g})")
         if len(self.devices) > 1:
             parts.append(f"{'/'.join(map(str, self.devices))} devices")
@@ -104,7 +106,7 @@ class Space:
             found[BATCH_INDEX] = Integer(0, len(self.batch_sizes) - 1)
         if len(self.precisions) > 1:
             found[PRECISION] = Choice(*self.precisions)
-        if self.factors.low < self.factors.high:
+        if len(set(_ends(self.factors))) > 1:
             found[FACTOR] = self.factors
         if len(self.devices) > 1:
             found[DEVICES] = Choice(*self.devices)
@@ -209,18 +211,34 @@ class Space:
         `tried`: the factors of all trials, ascending. `step`: the ratio to the new learning rates.
         """
         own = float(parameters.get(FACTOR, math.nan))
-        up, down = min(own * step, self.factors.high), max(own / step, self.factors.low)
+        match self.factors:
+            case Choice(options):
+                up = min((one for one in options if one > own), default=own)
+                down = max((one for one in options if one < own), default=own)
+            case LogUniform(low, high):
+                up, down = min(own * step, high), max(own / step, low)
         found = [up] if up > _SHORT_WAY * own and (not tried or tried[-1] <= own) else []
         found += [down] if own > _SHORT_WAY * down and (not tried or tried[0] >= own) else []
         return [{**parameters, FACTOR: factor} for factor in found]
+
+    def nearest_factor(self, factor: float) -> float:
+        """Return the factor that a trial may have and that is nearest to this one, by ratio."""
+        match self.factors:
+            case Choice(options):
+                size = math.log(max(factor, 1e-9))
+                return float(min(options, key=lambda one: abs(math.log(one) - size)))
+            case LogUniform(low, high):
+                return min(max(factor, low), high)
 
     def closer_lrs(
         self, parameters: Mapping[str, Any], tried: Sequence[float]
     ) -> list[dict[str, Any]]:
         """Return the parameters with the learning rates half-way, by ratio, to those next to it.
 
-        `tried`: the factors of all trials, ascending.
+        `tried`: the factors of all trials, ascending. A choice has none between its options.
         """
+        if isinstance(self.factors, Choice):
+            return []
         own = float(parameters.get(FACTOR, math.nan))
         first, last = bisect.bisect_left(tried, own), bisect.bisect_right(tried, own)
         both = [*tried[last : last + 1], *tried[max(0, first - 1) : first]]
@@ -443,7 +461,7 @@ def _batch_sizes(own: int, chosen: Range | None, divisor: int, samples: float) -
     return tuple(sorted({own, *fitting}))
 
 
-def _lr_factors(own: float, chosen: Range | None) -> LogUniform:
+def _lr_factors(own: float, chosen: Range | None) -> LogUniform | Choice:
     """Return the factors that keep the reference's batch size in the experiment's own lr range."""
     if own <= 0 and chosen is not None:
         raise ConfigError(
@@ -452,5 +470,9 @@ def _lr_factors(own: float, chosen: Range | None) -> LogUniform:
     if chosen is None:
         return _FACTORS if own > 0 else LogUniform(1.0, 1.0)
     low, high = min(_ends(chosen)) / own, max(_ends(chosen)) / own
+    if isinstance(chosen, Choice):
+        if low <= 0:
+            raise ConfigError("search['lr']: every option of Choice must be above 0")
+        return Choice(*sorted({1.0, *(option / own for option in chosen.options)}))
     # The reference's own factor, 1, is always inside.
     return LogUniform(min(1.0, low if low > 0 else _FACTORS.low), max(1.0, high))
