@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from rankzero import Experiment
 from rankzero.config import override
-from rankzero.tuning.search import how_many_devices
+from rankzero.tuning.search import has_changed, how_many_devices
 from rankzero.tuning.space import make_space
+from rankzero.tuning.study import open_study
 from rankzero.tuning.verdict.decide import Candidate
 
 
@@ -41,3 +43,9 @@ def test_the_knobs_and_the_machines_decide_on_how_many_devices_the_result_trains
     two = dataclasses.replace(space, devices=(2,), machines=2)
     found = how_many_devices(two, Candidate(0, {}, 32, (), 2), 1)
     assert found == " --nproc 1 --nnodes 2 --rdzv-endpoint HOST:PORT"
+
+
+def test_a_study_knows_the_code_that_it_began_with(tmp_path: Path) -> None:
+    study = open_study(f"sqlite:///{tmp_path / 's.db'}", "s", sampler="tpe", pruner="none", seed=0)
+    assert not has_changed(study, "one") and not has_changed(study, "one")
+    assert has_changed(study, "another") and not has_changed(study, "one")

@@ -62,8 +62,9 @@ from rankzero.tuning.verdict.sentence import sentence
 FIRST, EARLIER, _PARENT, PRICE = "first", "earlier", "parent", "price"
 """Facts of a study: the first guesses, the best of an earlier study, its run in MLflow, and the
 price of a device for an hour."""
-SUBJECT, WINNER = "subject", "winner"
-"""Facts of a study: its experiment in MLflow and the class, and the number of the winning trial."""
+SUBJECT, WINNER, CODE = "subject", "winner", "code"
+"""Facts of a study: its experiment in MLflow and the class, the number of the winning trial, and a
+digest of the code that it began with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +130,11 @@ def run(setup: SearchSetup) -> SearchOutcome:
     )
     space = space_of_version(study, setup.space, setup.options)
     setup = dataclasses.replace(setup, space=space)
+    if has_changed(study, setup.described.code):
+        setup.notify(
+            "code   the experiment's file, or a module beside it, has changed since this study "
+            "began, and earlier trials stay: --new starts another study"
+        )
     with contextlib.closing(study.members):
         leads = members.lead(study)
         if not (leads or setup.shared):
@@ -139,6 +145,14 @@ def run(setup: SearchSetup) -> SearchOutcome:
                 "machines --storage URL"
             )
         return _lead(setup, study, _like(setup, study)) if leads else _help(setup, study)
+
+
+def has_changed(study: Study, code: str) -> bool:
+    """Return whether a study began with another code than this. Note the code of a new one."""
+    # A study of an older version has none, and gets this one.
+    if CODE not in study.facts:
+        study.note(CODE, code)
+    return bool(study.facts[CODE] != code)
 
 
 def _lead(

@@ -133,12 +133,13 @@ def test_a_number_of_devices_without_a_measurement_is_named(tmp_path: Path) -> N
         probe_map.measure(space, DESCRIBED, "", tmp_path, host, print, 60.0)
 
 
-def test_a_map_belongs_to_its_processor_and_its_share_of_the_cores(tmp_path: Path) -> None:
+def test_a_map_belongs_to_its_processor_its_share_of_the_cores_and_its_code(tmp_path: Path) -> None:
     maps = list[Path]()
     for described in (
         DESCRIBED,
         dataclasses.replace(DESCRIBED, cores=2),
         dataclasses.replace(DESCRIBED, processor="EPYC 9654"),
+        dataclasses.replace(DESCRIBED, code="of another model"),
         dataclasses.replace(DESCRIBED, cores=2),
     ):
         host = HangingHost()
@@ -147,4 +148,4 @@ def test_a_map_belongs_to_its_processor_and_its_share_of_the_cores(tmp_path: Pat
             folder = tmp_path / str(len(maps))
             probe_map.measure(SPACE, described, "", folder, cast("Any", host), lambda _: None, 0.0)
         maps.append(host.requests[0].results.relative_to(folder))
-    assert len(set(maps)) == 3 and maps[1] == maps[3]
+    assert len(set(maps)) == 4 and maps[1] == maps[4]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,27 @@ def test_the_processor_is_named_where_it_trains() -> None:
     found = describe._described(str(FIXTURES / "tiny.py"), {}, 1, 1)
     assert bool(found.processor) is not torch.cuda.is_available()
     assert found.processor.strip() == found.processor
+
+
+def test_the_code_is_that_of_the_file_and_of_the_modules_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    file, net, other = (tmp_path / f"{name}.py" for name in ("with_net", "net_beside", "unused"))
+    tiny = (FIXTURES / "tiny.py").read_text()
+    file.write_text(
+        tiny.replace("        return nn.Seq", "        import net_beside\n        return nn.Seq")
+    )
+    net.write_text("")
+    other.write_text("")
+
+    def code() -> str:
+        return describe._described(f"{file}:Tiny", {}, 1, 1).code
+
+    first = code()
+    other.write_text("changed = 1")
+    assert code() == first
+    net.write_text("changed = 1")
+    second = code()
+    file.write_text(f"{file.read_text()}\n")
+    assert len({first, second, code()}) == 3

@@ -128,7 +128,7 @@ def _measure_on(
         precisions=space.precisions,
         knobs=space.knobs,
         subject=subject_of(space, described),
-        results=root / "probes" / f"{_key(space.reference, described, experiment_file)}.jsonl",
+        results=root / "probes" / f"{_key(space.reference, described)}.jsonl",
     )
     request.results.parent.mkdir(parents=True, exist_ok=True)
     # Each pass ends with the map, or with a cell that ended the processes.
@@ -262,13 +262,11 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [fields for fields in found if isinstance(fields, dict)]
 
 
-def _key(reference: Experiment, described: ExperimentDescription, experiment_file: str) -> str:
+def _key(reference: Experiment, described: ExperimentDescription) -> str:
     """Return a digest of all that a measurement depends on: code, settings, machine, versions."""
-    named = experiment_file.endswith(described.name)
-    source = Path(experiment_file.rpartition(":")[0] if named else experiment_file)
     settings = config.flatten(reference).items()
     what = (
-        source.read_bytes() if source.is_file() else b"",
+        described.code,
         described.name,
         sorted(repr(item) for item in settings if item[0] not in _NOT_PART),
         described.processes,

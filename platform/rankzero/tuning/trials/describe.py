@@ -9,10 +9,12 @@ file's own checks refuse a value, the trial's process reports that.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import multiprocessing
 import platform
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -61,6 +63,8 @@ class ExperimentDescription:
     """Whether the model normalizes over the samples of a forward."""
     processor: str = ""
     """The model of the machine's processor, which trains if there are no GPUs."""
+    code: str = ""
+    """A digest of the experiment's file and of the modules beside it that it has imported."""
 
 
 def describe(
@@ -194,7 +198,21 @@ def _described(
         images=any(parameter.dim() == 4 for parameter in model.parameters()),
         batch_norm=any(isinstance(part, norms) for part in model.modules()),
         processor="" if torch.cuda.is_available() else processor,
+        # Last: a model and data may import more.
+        code=_digest_of_code(experiment_file.split(reference)[0].parent),
     )
+
+
+def _digest_of_code(folder: Path) -> str:
+    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    own = (Path(file) for file in files if file.endswith(".py"))
+    names = sorted(one.relative_to(folder) for one in own if one.is_relative_to(folder))
+    digest = hashlib.sha256()
+    for name in names:
+        # A virtual environment may lie beside the file, too, and a module in an archive.
+        if "site-packages" not in name.parts and (folder / name).is_file():
+            digest.update(repr((name.as_posix(), (folder / name).read_bytes())).encode())
+    return digest.hexdigest()[:16]
 
 
 def _check_processes(
