@@ -132,7 +132,7 @@ def run(setup: SearchSetup) -> SearchOutcome:
     setup = dataclasses.replace(setup, space=space)
     if has_changed(study, setup.described.code):
         setup.notify(
-            "code   the experiment's file, or a module beside it, has changed since this study "
+            "code   the experiment's file, or a module in its folder, has changed since this study "
             "began, and earlier trials stay: --new starts another study"
         )
     with contextlib.closing(study.members):

@@ -64,7 +64,7 @@ class ExperimentDescription:
     processor: str = ""
     """The model of the machine's processor, which trains if there are no GPUs."""
     code: str = ""
-    """A digest of the experiment's file and of the modules beside it that it has imported."""
+    """A digest of the experiment's file and of the modules in its folder that it has imported."""
 
 
 def describe(
