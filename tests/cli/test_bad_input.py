@@ -161,6 +161,7 @@ def test_ui_in_a_wrong_folder_makes_no_store(here: Here, monkeypatch: pytest.Mon
 
 def test_existing_run_name_is_an_error(here: Here) -> None:
     Path("mlruns/runs/mine").mkdir(parents=True)
+    Path("mlruns/runs/mine/events.jsonl").touch()
     code, output = here("train", TINY, "--run-name", "mine")
     assert code == 2 and "rankzero resume mine" in output
 
