@@ -108,6 +108,25 @@ def test_a_name_of_mlflow_is_understood_where_a_run_is_continued_or_copied(
         experiment_of(main.parse([*words, "nobody"]))
 
 
+def test_only_new_makes_a_further_study_of_the_same_name(tmp_path: Path) -> None:
+    def begun(name: str, command: str) -> None:
+        folder = make_folder(tmp_path, name=name)
+        append(folder, RunStarted(1.8e9, {}, {"rankzero.command": f"/bin/rankzero {command}"}, 1))
+
+    def named(*words: str) -> str:
+        given = main.parse(["search", str(TINY), "--offline", "--dir", str(tmp_path), *words])
+        return study_identity(given, make_space(tiny(), 1, 0.5), "search").name
+
+    begun("sweep", "search x.py --name sweep")
+    begun("sweep-2", "search x.py --name=sweep-2 --new")
+    begun("sweep-3", "train x.py --name sweep-3")
+    assert named("--name", "sweep") == "sweep" and named("--name", "sweep-2") == "sweep-2"
+    assert named("--name", "sweep", "--new") == "sweep-4"
+    begun("sweep-4", "search x.py --name sweep --new")
+    assert named("--name", "sweep") == "sweep-4" and named("--name", "sweep-2") == "sweep-2"
+    assert named("--name", "other", "--new") == "other"
+
+
 def test_a_study_does_not_go_on_in_a_run_of_another_kind(tmp_path: Path) -> None:
     for name, command in (("a", "train x.py"), ("b", "search x.py"), ("c", "probe x.py")):
         folder = make_folder(tmp_path, name=name)

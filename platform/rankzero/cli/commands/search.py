@@ -221,9 +221,8 @@ def study_identity(arguments: argparse.Namespace, space: Space, verb: str) -> Id
         digest = hashlib.sha256(what.encode()).hexdigest()[:6]
         base = f"{names.made_plain(path.stem)}-{verb}-{digest}"
     names.checked_run(base)
-    identity = options.identity_for(
-        arguments, _newest_study(arguments.dir / "runs", base, arguments.new)
-    )
+    name = _newest_study(arguments.dir / "runs", base, verb, arguments.new)
+    identity = options.identity_for(arguments, name)
     _refuse_other(RunFolder(arguments.dir / "runs" / identity.name), verb)
     return identity
 
@@ -254,17 +253,21 @@ def _refuse_other(folder: RunFolder, verb: str) -> None:
             f"the {verb} {folder.path.name!r} is deleted: bring it back with `{back}`, or choose "
             "another --name"
         )
-    events = read_all(folder.events) if folder.events.exists() else ()
-    started = next((one for one in events if isinstance(one, RunStarted)), None)
-    if started is None:
-        return
-    words = reproduce.words(started.environment.get("rankzero.command", ""))
+    environment = _first_environment(folder)
+    words = reproduce.words(environment.get("rankzero.command", ""))
     is_other = words[:1] == ["rankzero"] and words[1:2] != [verb]
-    if is_other or provenance.OWN_LOOP in started.environment:
+    if is_other or provenance.OWN_LOOP in environment:
         raise UserError(
             f"there is a run {folder.path.name!r} already, which is no {verb}: choose another "
             "--name"
         )
+
+
+def _first_environment(folder: RunFolder) -> Mapping[str, str]:
+    """Return the tags of a run's first attempt, or nothing before it has begun."""
+    events = read_all(folder.events) if folder.events.exists() else ()
+    started = next((one for one in events if isinstance(one, RunStarted)), None)
+    return {} if started is None else started.environment
 
 
 def _search(
@@ -371,10 +374,17 @@ def _database(uri: str) -> Path | str:
     return uri if path is None else path.absolute()
 
 
-def _newest_study(runs: Path, base: str, new: bool) -> str:
-    """Return the newest study's name, or with `new` the next: ``base``, ``base-2`` …"""
-    count = 1
-    while (runs / f"{base}-{count + 1}").exists():
+def _newest_study(runs: Path, base: str, verb: str, new: bool) -> str:
+    """Return the newest study's name, or with `new` the next: ``base``, ``base-2`` …
+
+    Only `--new` makes a further one. A run that the user has called ``base-2`` is none.
+    """
+    newest, count = base, 2
+    while (runs / (name := f"{base}-{count}")).exists():
+        command = _first_environment(RunFolder(runs / name)).get("rankzero.command", "")
+        words = reproduce.words(command)
+        is_own = name in command.replace("=", " ").split()
+        if words[:2] == ["rankzero", verb] and "--new" in words and not is_own:
+            newest = name
         count += 1
-    count += new and (runs / base).exists()
-    return base if count == 1 else f"{base}-{count}"
+    return f"{base}-{count}" if new and (runs / base).exists() else newest
