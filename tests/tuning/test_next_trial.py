@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankzero import Choice, Experiment, Goal, Train, Uniform
+from rankzero import Choice, Experiment, Goal, Integer, Train, Uniform
 from rankzero.tuning.next_trial import challengers, from_earlier, short_text
 from rankzero.tuning.space import BATCH_INDEX, FACTOR, PRECISION, make_space
 from rankzero.tuning.trial import REPEAT, Trial, Trials
@@ -98,6 +98,20 @@ def test_a_choice_keeps_its_own_form_and_needs_a_value_of_the_earlier_study() ->
     assert found["betas"] == (0.8, 0.9) and found["train.clip"] == 1.0
     (found,) = from_earlier(space, Trials([trial(0, 1.0)]))
     assert found["betas"] == (0.9, 0.999) and found["train.clip"] is None
+
+
+class Stepped(Mine):
+    search = {"train.steps": Integer(100, 4000)}
+    train: Train = Train(batch_size=64, steps=1000)
+
+
+def test_searched_steps_belong_to_the_earlier_batch_size() -> None:
+    space, earlier = make_space(Stepped(), 1, 0.5), Trials([trial(0, 1.0, **{"train.steps": 800})])
+    assert from_earlier(space, earlier, None, 32)[0]["train.steps"] == 400
+    assert from_earlier(space, earlier)[0]["train.steps"] == 800, "an older study has no settings"
+    # As many samples as before, on the same batch size.
+    (found,) = from_earlier(space, earlier, None, 32)
+    assert space.experiment(found).train.batch_size * space.experiment(found).train.steps == 25600
 
 
 @given(st.integers(1, 10**6), st.floats(1e-9, 1e3))

@@ -22,6 +22,7 @@ _CLOSE, _NEAR, _SLOW = 0.1, 0.5, 2.0  # relative, relative, times the best
 _MOST_RANKED = 100  # trials that are looked at for challengers
 _ALIKE = 2.0  # ratio of learning rates
 _MOST_EARLIER = 3
+_IN_STEPS = ("train.steps", "train.eval_every", "train.warmup_steps")  # as `Space` scales them
 SEEDS = "seeds"
 """A fact of a trial: on how many seeds it was trained."""
 _STEP_TO_A_FIRST = 8.0  # of the learning rate, until a trial reaches the quality
@@ -29,17 +30,20 @@ Parameters = Mapping[str, Any]
 _Item = TypeVar("_Item")
 
 
-def from_earlier(space: Space, earlier: Trials, winner: int | None = None) -> list[dict[str, Any]]:
+def from_earlier(
+    space: Space, earlier: Trials, winner: int | None = None, batch_size: int | None = None
+) -> list[dict[str, Any]]:
     """Return the parameters of the best earlier trials, in this space, the best first.
 
     `winner`: the number of the trial that the earlier study confirmed. The reference is left out.
+    `batch_size`: the earlier reference's, which searched numbers of steps belong to.
     """
     confirmed = [] if winner is None else [earlier[winner]]
     found = list[dict[str, Any]]()
     for trial in itertools.chain(confirmed, earlier.ranked()):
         if not (trial.feasible and trial.counts):
             continue
-        parameters = _in_space(space, trial)
+        parameters = _in_space(space, trial, batch_size)
         if parameters not in (*found, space.sped_up(space.reference_parameters())):
             found.append(parameters)
         if len(found) == _MOST_EARLIER:
@@ -47,11 +51,13 @@ def from_earlier(space: Space, earlier: Trials, winner: int | None = None) -> li
     return found
 
 
-def _in_space(space: Space, trial: Trial) -> dict[str, Any]:
+def _in_space(space: Space, trial: Trial, own_batch: int | None) -> dict[str, Any]:
     """Return a trial's parameters with this space's scale. The reference has what it lacks."""
     ranges, facts = space.parameters(), trial.facts
     found = space.sped_up(space.reference_parameters())
     given = {PRECISION: facts["precision"], **trial.parameters}
+    ratio = (own_batch or space.reference.train.batch_size) / space.reference.train.batch_size
+    given |= {key: max(1, round(given[key] * ratio)) for key in _IN_STEPS if given.get(key)}
     for name in ranges.keys() & given.keys() - {BATCH_INDEX, FACTOR, SPEED}:
         for value in _legal(ranges[name], given[name]):
             found[name] = value

@@ -49,7 +49,7 @@ from rankzero.tuning.reports.study_run import (
     trials_markdown,
 )
 from rankzero.tuning.session import DISTURBED, TARGET, Session
-from rankzero.tuning.space import Space
+from rankzero.tuning.space import BATCH, Space
 from rankzero.tuning.study import OWNER, Study, decided_studies, find_study, open_study
 from rankzero.tuning.trial import Trials
 from rankzero.tuning.trials.describe import ExperimentDescription
@@ -156,7 +156,7 @@ def has_changed(study: Study, code: str) -> bool:
 
 
 def _lead(
-    setup: SearchSetup, study: Study, like: tuple[Trials, int | None] | None
+    setup: SearchSetup, study: Study, like: tuple[Trials, int | None, int | None] | None
 ) -> SearchOutcome:
     with _open_run(setup, _identity(setup, study)) as run:
         began = time.monotonic()
@@ -298,8 +298,11 @@ def first_guesses(study: Study) -> tuple[list[dict[str, Any]], list[dict[str, An
     return first, earlier
 
 
-def _like(setup: SearchSetup, study: Study) -> tuple[Trials, int | None] | None:
-    """Return the trials of the study that --like names, and its winner. Raises UserError."""
+def _like(setup: SearchSetup, study: Study) -> tuple[Trials, int | None, int | None] | None:
+    """Return the trials of the study that --like names, its winner, and its own batch size.
+
+    Raises UserError.
+    """
     if setup.like is None:
         return None
     if FIRST in study.facts:
@@ -307,11 +310,16 @@ def _like(setup: SearchSetup, study: Study) -> tuple[Trials, int | None] | None:
         return None
     # Now, and not after the probe, which takes minutes: the study may be unknown.
     earlier = find_study(setup.storage, setup.like)
-    return earlier.trials(), earlier.facts.get(WINNER)
+    # A study of an older version has no settings.
+    own = earlier.facts.get(SPACE, {}).get("settings", {}).get(BATCH)
+    return earlier.trials(), earlier.facts.get(WINNER), own and int(own)
 
 
 def _note_earlier(
-    setup: SearchSetup, space: Space, study: Study, like: tuple[Trials, int | None] | None
+    setup: SearchSetup,
+    space: Space,
+    study: Study,
+    like: tuple[Trials, int | None, int | None] | None,
 ) -> None:
     """Note the best trials of an earlier study, which come first, or name a study that has some."""
     subject = f"{setup.identity.experiment}: {setup.described.name}"
