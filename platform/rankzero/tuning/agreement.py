@@ -62,8 +62,8 @@ def agree_on_space(
 ) -> Space:
     """Return the space that all processes draw from. The first leader stores it, for good.
 
-    The probe map rules out batches that do not fit or are no faster, and slow precisions. Of the
-    batch sizes that the experiment's `search` names, it rules out those that do not fit. A grid
+    The probe map rules out batches that do not fit or are no faster, and slow precisions. A
+    batch size that the experiment's `search` names stays if it is only no faster. A grid
     keeps all of its cells. `speed`: the settings that the probe decided on.
     """
     if SPACE not in study.facts:

@@ -209,7 +209,7 @@ def _digest_of_code(folder: Path) -> str:
     names = sorted(one.relative_to(folder) for one in own if one.is_relative_to(folder))
     digest = hashlib.sha256()
     for name in names:
-        # A virtual environment may lie beside the file, too, and a module in an archive.
+        # A virtual environment may lie next to the file, too, and a module in an archive.
         if "site-packages" not in name.parts and (folder / name).is_file():
             digest.update(repr((name.as_posix(), (folder / name).read_bytes())).encode())
     return digest.hexdigest()[:16]
