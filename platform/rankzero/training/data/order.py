@@ -145,7 +145,7 @@ def make_batch_order(
     if choose is not None and _chooses(choose, order, train):
         if train.strategy == "pp":
             raise UserError(
-                "train.strategy=pp has batches of one size: with batches(), use train.strategy=ddp"
+                "train.strategy=pp takes batches of one size: batches() needs train.strategy=ddp"
             )
         _refuse_rest(train, "batches() chooses all samples of an epoch")
         lists = _chosen_lists(order, choose)
