@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankzero.ranks import Ranks, detect
+from rankzero.ranks import Ranks, default_count, detect
 
 
 def tf_config(kind: str, index: int) -> str:
@@ -128,3 +128,9 @@ def test_any_environment_gives_valid_ranks(environ: dict[str, str]) -> None:
     assert (
         0 <= found.rank < found.world_size and found.local_world_size >= 1 and found.node_count >= 1
     )
+
+
+def test_default_number_of_processes() -> None:
+    names = ("ddp", "fsdp", "single", "dp")
+    assert [default_count(name, 8) for name in names] == [8, 8, 1, 1]
+    assert default_count("ddp", 0) == default_count("single", 0) == 1

@@ -31,6 +31,11 @@ class Ranks:
         return self.rank == 0
 
 
+def default_count(strategy: str, gpus: int) -> int:
+    """Return how many processes a training starts on a machine with `gpus` GPUs by default."""
+    return 1 if strategy in ("single", "dp") else max(1, gpus)
+
+
 def detect(environ: Mapping[str, str] = os.environ) -> Ranks:
     """Return this process's ranks. Without a known launcher, it is a single process."""
     for launcher in (_torchrun, _horovod, _open_mpi, _tensorflow, _slurm, _mpich):

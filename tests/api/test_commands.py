@@ -273,15 +273,21 @@ def test_settings_and_options_become_arguments(
     ]
 
 
-def test_a_repeats_value_may_have_a_comma(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    called: list[str] = []
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The words of the command that the test's call would have run."""
+    words: list[str] = []
 
-    def call(words: list[str], *, showing: bool) -> None:
-        called.extend(words)
+    def call(new: list[str], *, showing: bool) -> None:
+        words.extend(new)
 
     monkeypatch.setattr(commands, "_call", call)
     monkeypatch.setattr("rankzero.api.results.run", lambda name, *, dir: name)
     monkeypatch.syspath_prepend(TINY.parent)
+    return words
+
+
+def test_a_repeats_value_may_have_a_comma(called: list[str], tmp_path: Path) -> None:
     from tiny import Tiny
 
     rankzero.repeat(Tiny(), over={"width": [8, 16], "name": ["a,b"]}, dir=tmp_path)
@@ -304,17 +310,7 @@ def test_replaced_output_is_no_terminal(
 
 
 @pytest.mark.parametrize("verb", ["train", "repeat"])
-def test_name_is_another_spelling_of_run_name(
-    verb: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    called: list[str] = []
-
-    def call(words: list[str], *, showing: bool) -> None:
-        called.extend(words)
-
-    monkeypatch.setattr(commands, "_call", call)
-    monkeypatch.setattr("rankzero.api.results.run", lambda name, *, dir: name)
-    monkeypatch.syspath_prepend(TINY.parent)
+def test_name_is_another_spelling_of_run_name(verb: str, called: list[str], tmp_path: Path) -> None:
     from tiny import Tiny
 
     assert getattr(rankzero, verb)(Tiny(), name="named", dir=tmp_path) == "named"

@@ -303,7 +303,7 @@ def _ends_with(process: subprocess.Popen[str]) -> Iterator[None]:
     """Forward what ends this program to the command, and have it act here after the command's end.
 
     Else the training would run on without an owner. Only the main thread gets signals. An exception
-    ends this program, too: BrokenPipeError, or one of the user's signal handler.
+    may end this program, too: a BrokenPipeError, or what the user's signal handler raises.
     """
     received, before = list[int](), dict[signal.Signals, Any]()
 

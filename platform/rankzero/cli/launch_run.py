@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rankzero import config
+from rankzero import config, ranks
 from rankzero.catalog import command_lines, lookup
 from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.data_wait import DataWait
@@ -262,7 +262,7 @@ def topology_of(
 
     processes = arguments.nproc
     if processes is None:
-        processes = strategies.processes(train.strategy, torch.cuda.device_count())
+        processes = ranks.default_count(train.strategy, torch.cuda.device_count())
     if processes < 1:
         raise UserError("--nproc must be at least 1")
     check_gpus(processes)

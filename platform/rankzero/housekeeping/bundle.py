@@ -273,7 +273,8 @@ def _deliver_what_mlflow_had(folder: RunFolder, source: Path) -> None:
 
 def _best_step(tags: Mapping[str, str]) -> int:
     """Return the step of a best model, or -1 for another one."""
-    return int(tags["rankzero.step"]) if tags.get("rankzero.model") == "best" else -1
+    step = tags.get("rankzero.step", "")
+    return int(step) if tags.get("rankzero.model") == "best" and step.isdecimal() else -1
 
 
 def _version(tags: Mapping[str, str]) -> tuple[str | None, ...]:

@@ -167,6 +167,12 @@ def newest_intact(checkpoints: Path) -> tuple[Path | None, list[str]]:
     return None, problems
 
 
+def by_step(checkpoints: Path) -> list[Path]:
+    """Return the folders of checkpoints, unfinished ones too, the lowest step first."""
+    # From step 100,000,000 the names are longer.
+    return sorted(checkpoints.glob("step_*"), key=lambda path: (len(path.name), path.name))
+
+
 def newest_first(checkpoints: Path) -> list[Path]:
     """Return the checkpoints that have a manifest, damaged ones too.
 
@@ -302,9 +308,7 @@ def _undo_replacements(checkpoints: Path) -> None:
 
 
 def _complete(checkpoints: Path) -> list[Path]:
-    found = (path for path in checkpoints.glob("step_*") if (path / MANIFEST).exists())
-    # From step 100,000,000 the names are longer.
-    return sorted(found, key=lambda path: (len(path.name), path.name))
+    return [path for path in by_step(checkpoints) if (path / MANIFEST).exists()]
 
 
 def _best_first(manifests: Mapping[Path, Manifest], goal: Goal) -> list[Path]:

@@ -15,14 +15,13 @@ from rankzero.confidence import pooled_deviation
 from rankzero.search_ranges import Choice, Integer, Range
 from rankzero.tuning.learning_curve import CurvePoint
 from rankzero.tuning.objective import MEMORY
-from rankzero.tuning.space import BATCH_INDEX, FACTOR, PRECISION, SPEED, Space
+from rankzero.tuning.space import BATCH_INDEX, FACTOR, IN_STEPS, PRECISION, SPEED, Space
 from rankzero.tuning.trial import Trial, Trials
 
 _CLOSE, _NEAR, _SLOW = 0.1, 0.5, 2.0  # relative, relative, times the best
 _MOST_RANKED = 100  # trials that are looked at for challengers
 _ALIKE = 2.0  # ratio of learning rates
 _MOST_EARLIER = 3
-_IN_STEPS = ("train.steps", "train.eval_every", "train.warmup_steps")  # as `Space` scales them
 SEEDS = "seeds"
 """A fact of a trial: on how many seeds it was trained."""
 _STEP_TO_A_FIRST = 8.0  # of the learning rate, until a trial reaches the quality
@@ -57,7 +56,7 @@ def _in_space(space: Space, trial: Trial, own_batch: int | None) -> dict[str, An
     found = space.sped_up(space.reference_parameters())
     given = {PRECISION: facts["precision"], **trial.parameters}
     ratio = (own_batch or space.reference.train.batch_size) / space.reference.train.batch_size
-    given |= {key: max(1, round(given[key] * ratio)) for key in _IN_STEPS if given.get(key)}
+    given |= {key: max(1, round(given[key] * ratio)) for key in IN_STEPS if given.get(key)}
     for name in ranges.keys() & given.keys() - {BATCH_INDEX, FACTOR, SPEED}:
         for value in _legal(ranges[name], given[name]):
             found[name] = value

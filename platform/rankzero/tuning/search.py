@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from rankzero import ranks
 from rankzero.catalog import dead_runs
 from rankzero.config import values
 from rankzero.config.renamed import with_new_names
@@ -213,9 +214,8 @@ def how_many_devices(space: Space, winner: Candidate, gpus: int) -> str:
     `gpus`: of the machine.
     """
     strategy = winner.settings.get("train.strategy", space.reference.train.strategy)
-    # As `rankzero train` takes them by itself.
-    default = 1 if strategy in ("single", "dp") else max(1, gpus)
-    if len(space.devices) == space.machines == 1 and winner.devices == default:
+    is_default = winner.devices == ranks.default_count(strategy, gpus)
+    if len(space.devices) == space.machines == 1 and is_default:
         return ""
     meeting = " --rdzv-endpoint HOST:PORT" if space.machines > 1 else ""
     return f" {options_of([winner.devices], space.machines)}{meeting}"

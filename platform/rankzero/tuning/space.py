@@ -31,8 +31,9 @@ DEVICES = "number of devices"
 """On a CPU, devices are processes. No setting of the user's can have this name."""
 _NO_SETTINGS = (BATCH_INDEX, FACTOR, SPEED, DEVICES)
 _MICRO_BATCH = "train.micro_batch"
-_STEPS = ("train.steps", "train.eval_every", "train.warmup_steps")
-_ROUNDED = (BATCH, *_STEPS)
+IN_STEPS = ("train.steps", "train.eval_every", "train.warmup_steps")
+"""Settings that count the steps of the user's own batch size."""
+_ROUNDED = (BATCH, *IN_STEPS)
 _FACTORS = LogUniform(1 / 32, 32.0)  # three decades: a guess may be far off
 _WIDE_STEP, _SHORT_WAY, _EDGE = 4.0, 1.2, 1.5  # ratios of learning rates
 _MOST_DOUBLINGS = 5  # up or down from the user's own batch size
@@ -144,7 +145,7 @@ class Space:
             batch_size = self.batch_sizes[int(parameters[BATCH_INDEX])]
         ratio = train.batch_size / batch_size
         in_steps = dict(
-            zip(_STEPS, (train.steps, train.eval_every, train.warmup_steps), strict=True)
+            zip(IN_STEPS, (train.steps, train.eval_every, train.warmup_steps), strict=True)
         )
         drawn = {key: value for key, value in parameters.items() if key not in _NO_SETTINGS}
         # The range of a number of steps is one for the user's own batch size.

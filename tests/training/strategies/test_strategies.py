@@ -25,7 +25,7 @@ from rankzero.training.checkpoints import restore
 from rankzero.training.distributed import torch_compat
 from rankzero.training.distributed.device import gpu_uuids
 from rankzero.training.distributed.world import World
-from rankzero.training.strategies import build, processes, shards
+from rankzero.training.strategies import build, shards
 from rankzero.training.strategies.base import MicroBatchStep, Shard
 from rankzero.training.strategies.pipeline import SCHEDULES, Pipeline
 from rankzero.training.strategies.replicated import AutocastDataParallel, Replicated, single
@@ -762,11 +762,6 @@ def test_norm_of_no_gradients_is_on_the_device(norm: float) -> None:
     elsewhere = World(Ranks(), torch.device("meta"))
     strategy = single(Experiment(), nn.Linear(2, 2, device="meta"), elsewhere)
     assert strategy.clip(norm).device.type == "meta"
-
-
-def test_default_number_of_processes() -> None:
-    assert [processes(name, 8) for name in ("ddp", "fsdp", "single", "dp")] == [8, 8, 1, 1]
-    assert processes("ddp", 0) == processes("single", 0) == 1
 
 
 def test_number_of_shards() -> None:

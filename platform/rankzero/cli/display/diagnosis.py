@@ -20,8 +20,8 @@ from rankzero.redaction.text import text_without_secrets, url_without_secrets
 from rankzero.reporting import reproduce, timeline
 from rankzero.reporting.delivery_problems import trouble
 from rankzero.reporting.run_report import duration
+from rankzero.run_store import checkpoint_files, provenance, run_locks
 from rankzero.run_store import delivery_state as delivery
-from rankzero.run_store import provenance, run_locks
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import READ_BYTES, read_all, take
 
@@ -149,8 +149,7 @@ def _advice(folder: RunFolder, listed: Summary) -> Iterator[str]:
     if listed.undelivered and listed.status != "RUNNING":
         yield f"not everything is in MLflow: {command('sync')}"
     if listed.status in ("FAILED", "KILLED", "DIED"):
-        names = (path.name for path in folder.checkpoints.glob("step_*"))
-        kept = sorted(names, key=lambda name: (len(name), name))
+        kept = [path.name for path in checkpoint_files.by_step(folder.checkpoints)]
         starts = (one for one in read_all(folder.events) if isinstance(one, RunStarted))
         if kept and any(provenance.OWN_LOOP in start.environment for start in starts):
             yield f"continue from {kept[-1]}: start the program again, with these lines in it"

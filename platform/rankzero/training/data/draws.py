@@ -86,7 +86,8 @@ class SeededDraws:
 
     def __init__(self, generators: Sequence[CpuGenerator] = GENERATORS) -> None:
         self._generators = generators
-        self._seeded = set(generators)
+        self.seeded = set(generators)
+        """The generators that something has drawn from; all of them until the first batch ends."""
         self._drawn: set[CpuGenerator] = set()
         self._learns = True
         self._marks: dict[CpuGenerator, Any] = {}
@@ -99,17 +100,17 @@ class SeededDraws:
         """Seed the generators that the code draws from."""
         if self._learns:
             self._note()
-        for generator in self._seeded:
+        for generator in self.seeded:
             generator.seed(seed)
         if self._learns:
             self._marks = {each: each.mark() for each in self._generators}
 
     def run(self, load: Callable[[], T]) -> T:
         """Return what `load` returns. It may run twice, and must then do the same."""
-        others = {each: each.mark() for each in self._generators if each not in self._seeded}
+        others = {each: each.mark() for each in self._generators if each not in self.seeded}
         # In a loading process there is no model.
         keeps = get_worker_info() is None
-        states = [(each, each.get()) for each in self._seeded if keeps]
+        states = [(each, each.get()) for each in self.seeded if keeps]
         try:
             found = load()
             if self._learns:
@@ -121,10 +122,10 @@ class SeededDraws:
             for each, state in states:
                 each.set(state)
         if self._learns:
-            self._seeded, self._learns, self._marks = self._drawn, False, {}
+            self.seeded, self._learns, self._marks = self._drawn, False, {}
         if not drawn:
             return found
-        self._seeded.update(drawn)
+        self.seeded.update(drawn)
         return self.run(load)
 
     def _note(self) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 from rankzero.experiment import Experiment
 from rankzero.training.data import processes
 from rankzero.training.data.device_copy import DeviceCopier
-from rankzero.training.data.draws import GENERATORS, SeededDraws
+from rankzero.training.data.draws import SeededDraws
 from rankzero.training.data.order import BatchOrder, mix_in, shard
 from rankzero.training.data.samples import BatchMaker, Collate, batch_maker
 
@@ -181,9 +181,10 @@ class _SeededBatches(Dataset[Any]):
     def _at_once(self, seed: int, indices: list[int]) -> list[Any]:
         """Return a batch's samples, or none if the data set draws: each needs a seed of its own."""
         self._draws.seed(seed)
-        marks = [each.mark() for each in GENERATORS]
+        # A draw from another generator than these has the batch loaded again.
+        marks = [(each, each.mark()) for each in self._draws.seeded]
         found = list(self._dataset.__getitems__(indices))
-        self._is_whole = marks == [each.mark() for each in GENERATORS]
+        self._is_whole = all(each.mark() == mark for each, mark in marks)
         return found if self._is_whole else []
 
 

@@ -43,7 +43,8 @@ def _freeze_others(optimizer: Optimizer, model: nn.Module) -> None:
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if trainable and mine.isdisjoint(trainable):
         raise UserError(
-            "optimizer() returned one without a parameter of the model that it is given"
+            "optimizer() returned an optimizer without a parameter of the model: build it from the "
+            "parameters of the model that optimizer() is given"
         )
     for parameter in trainable:
         parameter.requires_grad_(parameter in mine)

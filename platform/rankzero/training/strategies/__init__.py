@@ -30,11 +30,6 @@ def shards(name: str, world_size: int) -> int:
     return 1 if name in _SAME_SAMPLES else world_size
 
 
-def processes(name: str, gpus: int) -> int:
-    """Return the default number of processes on a machine with this many GPUs."""
-    return 1 if name in ("single", "dp") else max(1, gpus)
-
-
 def layout(name: str, world_size: int) -> str:
     """Return which random streams the ranks have. Checkpoints record it.
 

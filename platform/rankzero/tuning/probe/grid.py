@@ -13,6 +13,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from rankzero.tuning.space import row_name
+
 Status = Literal["ok", "out of memory", "refused", "failed"]
 HEADROOM = 0.92
 """The share of the device's memory that may be filled. Fragmentation takes some of the rest."""
@@ -146,7 +148,7 @@ def _largest_fitting(found: Sequence[ProbeResult]) -> float:
 def row_names(measured: Sequence[ProbeResult]) -> list[str]:
     """Return each cell's row of the map: ``bf16``, or ``4 x bf16`` with several device counts."""
     several = len({one.devices for one in measured}) > 1
-    return [f"{one.devices} x {one.precision}" if several else one.precision for one in measured]
+    return [row_name(one.devices, one.precision) if several else one.precision for one in measured]
 
 
 def fastest(measured: Sequence[ProbeResult]) -> list[ProbeResult]:

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rankzero import config, experiment_file
+from rankzero import config, experiment_file, ranks
 from rankzero.errors import RunFailed, UserError
 from rankzero.experiment import Experiment, Train
 from rankzero.launch.request import with_changes
@@ -162,7 +162,6 @@ def _described(
     import torch
     from torch import nn
 
-    from rankzero.training import strategies
     from rankzero.training.data.loader import in_memory
     from rankzero.training.data.stream import length_of
     from rankzero.training.distributed.device import driver_version
@@ -170,7 +169,7 @@ def _described(
     experiment = with_changes(experiment_file.load(reference)(), settings)
     strategy, gpus = experiment.train.strategy, torch.cuda.device_count()
     if processes is None:
-        processes = strategies.processes(strategy, gpus // parallel)
+        processes = ranks.default_count(strategy, gpus // parallel)
     cores = max(1, core_count() // parallel)
     _check_processes(experiment.train, (processes, *more), parallel, cores, machines)
     model, (data, validation) = experiment.model(), experiment.data()
