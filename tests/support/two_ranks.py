@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import json
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from support.paths import FIXTURES
 
 LAYERED, STAGED = FIXTURES / "layered.py", FIXTURES / "staged.py"
 TOKENS = FIXTURES / "tokens.py"
+HANG_SECONDS = 120
+"""A rank that takes so long prints its stacks. A tenth of it is usual."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +64,9 @@ def launched(folder: Path, processes: int, cases: list[Case]) -> Path:
     with SignalForwarder() as signals:
         request, topology = (str(folder), cases), agent.Topology(processes)
         result = agent.run(topology, main, request, folder / "logs", signals)
-    assert result.status != "FAILED", result
+    if result.status == "FAILED":
+        texts = [log.read_text() for log in sorted((folder / "logs").rglob("std*.log"))]
+        raise AssertionError("\n".join([str(result), *texts]))
     return folder
 
 
@@ -76,11 +81,15 @@ def main(request: tuple[str, list[Case]]) -> str:
     """Train every case. Rank 0 writes what it saw into ``<folder>/<case>/seen.json``."""
     folder, cases = Path(request[0]), request[1]
     ranks = launcher.detect()
+    # No watchdog watches these ranks. Rank 0 ends them, after the others have printed.
+    seconds = HANG_SECONDS + 10 * ranks.first
+    faulthandler.dump_traceback_later(seconds, exit=ranks.first)
     with join(ranks, torch.device("cpu")) as world:
         for case in cases:
             seen = attempted(world, case, folder / case.name)
             if ranks.first:
                 (folder / case.name / "seen.json").write_text(json.dumps(seen))
+    faulthandler.cancel_dump_traceback_later()
     return "FINISHED"
 
 
