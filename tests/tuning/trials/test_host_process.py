@@ -19,12 +19,24 @@ from rankzero.tuning.trials.host_process import LocalHost
 from rankzero.tuning.trials.launcher import LaunchedTrial
 
 
+def frozen(host: LocalHost) -> int:
+    """Freeze a host. Return its process id once it stands still."""
+    process = psutil.Process(host._process.pid)
+    process.suspend()
+    deadline = time.monotonic() + 20
+    # Of two signals, the kernel delivers the lower number first: SIGQUIT would end the host.
+    while process.status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline, process.status()
+        time.sleep(0.01)
+    return process.pid
+
+
 def test_a_frozen_host_is_given_up_and_nobody_waits_for_it(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "t")
     folder.path.mkdir()
     with contextlib.closing(LocalHost(())) as host:
         host.run(time.sleep, Topology(1), 100, folder.path, folder.path)  # type: ignore[arg-type]
-        os.kill(host._process.pid or 0, signal.SIGSTOP)
+        frozen(host)
         trial = LaunchedTrial(folder, host)
         trial.kill("no sign of life")
         assert not host.has_ended()
@@ -37,9 +49,9 @@ def test_a_frozen_host_is_given_up_and_nobody_waits_for_it(tmp_path: Path) -> No
 
 def test_a_host_that_dies_before_it_reads_its_request_loses_the_trial(tmp_path: Path) -> None:
     with contextlib.closing(LocalHost(())) as host:
-        os.kill(host._process.pid or 0, signal.SIGSTOP)
+        pid = frozen(host)
         host.run(str, Topology(1), "unread", tmp_path, tmp_path)
-        os.kill(host._process.pid or 0, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         assert host.has_ended(20.0) and host.was_lost
         # It dies between the look at it and the request.
         host._process.join()
@@ -51,9 +63,7 @@ def test_a_host_that_dies_before_it_reads_its_request_loses_the_trial(tmp_path: 
 
 def test_a_host_that_dies_before_it_describes_is_named() -> None:
     with contextlib.closing(LocalHost(())) as host:
-        pid = host._process.pid or 0
-        os.kill(pid, signal.SIGSTOP)
-        threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+        threading.Timer(0.5, os.kill, (frozen(host), signal.SIGKILL)).start()
         with pytest.raises(RuntimeError, match="the process that launches trials ended"):
             host.describe("exp.py", {}, 1)
 
