@@ -108,7 +108,10 @@ def test_the_probe_decides_loading_processes_and_outlives_what_fails(
     before = probes.read_bytes()
     code, output = rankzero("search", *words, "--trials", 2, "--seeds", 2, "goal.target=0.8")
     assert code == 0, output
-    assert probes.read_bytes() == before, "measured again"
+    more = probes.read_bytes().removeprefix(before)
+    begun, failed = map(json.loads, more.splitlines())
+    assert begun["begun"]["settings"] == failed["settings"] == {"train.compile": True}
+    assert failed["status"] == "failed", "what is mended by now is measured again"
     assert "workers" in output.splitlines()[-4] and "The sweet spot" in output, output
     (sweet_spot,) = store.glob("runs/*/artifacts/sweet_spot.yaml")
     assert yaml.safe_load(sweet_spot.read_text())["train"]["workers"] in (1, 2)

@@ -104,6 +104,18 @@ def test_the_best_value_comes_first_also_after_one_that_failed() -> None:
     assert tried[4] == {"train.channels_last": True}, "four values alone, then the best"
 
 
+def test_a_value_that_failed_is_measured_again_alone() -> None:
+    speeds = {"train.workers=1": 1.1, "train.compile=True": 0, "train.channels_last=True": 1.3}
+    knobs = ("workers", "compile", "channels_last")
+    found, measured = decide(machine(speeds), knobs)
+    kept = [one for one in measured if one.status == "ok"]
+    cell = speed_knobs.next_cell(knobs, SUBJECT, KNEE, kept)
+    assert cell is not None and cell.settings == {"train.compile": True}
+    again = [*kept, machine(speeds)(cell)]
+    assert speed_knobs.next_cell(knobs, SUBJECT, KNEE, again) is None
+    assert speed_knobs.effects(knobs, SUBJECT, KNEE, again) == found
+
+
 def test_loading_processes_are_added_only_if_steps_wait_for_data() -> None:
     calm = dataclasses.replace(KNEE, data_wait_fraction=0.0)
     # 3 is the default with 8 cores and 2 processes.

@@ -182,11 +182,15 @@ def _replay(
     run_seconds = subject.run_samples / knee.samples_per_second
     limit = max(_LEAST_SECONDS, _PART_OF_A_RUN * run_seconds)
     steps = _plan(tried, subject.run_samples, limit)
+    left = [block for block in measured if block.plan == plan]
     try:
         wanted = next(steps)
-        for block in measured:
-            if block.plan == plan and block.settings == wanted:
-                wanted = steps.send(block)
+        while found := [place for place, one in enumerate(left) if one.settings == wanted]:
+            block = left.pop(found[0])
+            # A value that failed again was measured after all others, by a later command.
+            if block.status == "ok":
+                del left[: found[0]]
+            wanted = steps.send(block)
     except StopIteration as end:
         return None, plan, end.value
     return dict(wanted), plan, []
