@@ -16,6 +16,10 @@ _BAD_NAME = {
     errno.ELOOP,
     errno.EILSEQ,
 }
+_SCARCE = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+# In the messages of torch.save on a full disk.
+TORCH_WRITER_ERRORS = ("PytorchStreamWriter", "inline_container", "iostream")
+_TORCH_SCARCE = (*TORCH_WRITER_ERRORS, "DefaultCPUAllocator")
 
 
 class NeverAccepted(Exception):
@@ -38,4 +42,16 @@ def lacks_resources(error: Exception) -> bool:
     if isinstance(error, OSError):
         # Libraries raise an OSError without a number for data that they do not accept.
         return error.errno is not None and error.errno not in _BAD_NAME
+    return isinstance(error, MemoryError)
+
+
+def lacks_memory_or_space(error: Exception) -> bool:
+    """Return whether memory, space or open files ran out, also where a user's file may be missing.
+
+    PyTorch reports either as a RuntimeError.
+    """
+    if isinstance(error, OSError):
+        return error.errno in _SCARCE
+    if isinstance(error, RuntimeError):
+        return any(text in str(error) for text in _TORCH_SCARCE)
     return isinstance(error, MemoryError)

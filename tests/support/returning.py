@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import torch
 
 from rankzero import ranks
 from rankzero.launch.agent import enter
+from rankzero.training.checkpoints import best_model
 from rankzero.training.distributed.world import join
 from support import second_user
 
@@ -93,6 +95,16 @@ def not_now(folder: str, problems: Any, delivered: Any) -> None:
     """End as if MLflow did not take the model for now."""
     problems.put("503 Service Unavailable")
     sys.exit(1)
+
+
+def no_space(folder: str, problems: Any, delivered: Any) -> None:
+    """Log the best model on a disk that is full."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    best_model._trace_and_log = fail
+    best_model._run_child(folder, problems, delivered)
 
 
 def told(folder: str, problems: Any, delivered: Any) -> None:

@@ -26,7 +26,7 @@ from rankzero.run_store.folder import RunFolder
 from rankzero.training.checkpoints import best_model
 from support.commands import wait_until
 from support.paths import FIXTURES
-from support.returning import DEAF, deaf, not_now, out_of_memory, told
+from support.returning import DEAF, deaf, no_space, not_now, out_of_memory, told
 from support.runs import T0, append, ended, make_folder, started
 
 TINY = FIXTURES / "tiny.py"
@@ -124,6 +124,23 @@ def test_a_process_without_memory_leaves_the_model_to_sync(folder: RunFolder) ->
         process.wait(notices.append)
     assert "ended with -9" in notices[0] and "rankzero sync" in notices[0]
     assert folder.late_model.exists()
+
+
+def test_a_full_disk_leaves_the_model_to_sync(folder: RunFolder) -> None:
+    notices: list[str] = []
+    with best_model.LoggingProcess(folder, entry=no_space) as process:
+        process.wait(notices.append)
+    assert "No space left on device; rankzero sync" in notices[0]
+    assert folder.late_model.exists()
+
+
+def test_a_run_that_mlflow_has_erased_is_told_once_and_left(folder: RunFolder, sqlite: str) -> None:
+    folder.write_identity(dataclasses.replace(folder.identity, tracking_uri=sqlite))
+    notices: list[str] = []
+    best_model.log_best(folder, notices.append)
+    (notice,) = notices
+    assert f"the MLflow run {'a' * 32} was deleted" in notice and "sync" not in notice
+    assert not folder.late_model.exists(), "sync would fail for ever"
 
 
 def test_a_server_that_fails_for_now_leaves_the_model_to_sync(

@@ -25,7 +25,8 @@ from rankzero.catalog import command_lines, lookup
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment, Goal
 from rankzero.launch.process_name import set_process_name
-from rankzero.permanent_errors import refusal
+from rankzero.mlflow_store.uris import RunGone
+from rankzero.permanent_errors import lacks_memory_or_space, refusal
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder, write_atomically
@@ -183,12 +184,14 @@ def _run_child(folder: str, problems: Any, delivered: Connection) -> None:
         sys.exit(1)  # the command has ended, and `rankzero sync` logs the model
     except Exception as error:  # the user's model and data, torch.export, MLflow: all is a notice
         text = text_without_secrets(traceback.format_exc())
-        (Path(folder) / "export.log").write_text(text, encoding="utf-8", errors="backslashreplace")
+        with contextlib.suppress(OSError):  # a full disk
+            log = Path(folder) / "export.log"
+            log.write_text(text, encoding="utf-8", errors="backslashreplace")
         # One line fits into the pipe's buffer even if nobody reads it.
-        is_final = not isinstance(error, _NotNow)  # whose text names MLflow's error
-        kind = f"{type(error).__name__}: " if is_final else ""
+        is_answer = isinstance(error, _NotNow)  # whose text names MLflow's error
+        kind = "" if is_answer else f"{type(error).__name__}: "
         problems.put(line_without_secrets(f"{kind}{error}"))
-        if not is_final:
+        if is_answer or lacks_memory_or_space(error):
             sys.exit(1)
 
 
@@ -215,7 +218,8 @@ def _trace_and_log(folder: RunFolder, delivered: Connection) -> None:
         try:
             _log(folder, saved.folder, note, tags)
         except Exception as error:
-            if refusal(error) is None:
+            # A run that somebody erased does not come back.
+            if refusal(error) is None and not isinstance(error, RunGone):
                 raise _NotNow(f"{type(error).__name__}: {error}") from error
             raise
 
@@ -238,6 +242,7 @@ def _log(folder: RunFolder, saved: Path, note: Mapping[str, Any], tags: Mapping[
         if run_id is None:
             raise RuntimeError("the run has not reached MLflow")
         tracker = MlflowRuns(folder.identity.tracking_uri)
+        tracker.require_run(run_id)
         run, step = tracker.find_run(run_id), note["step"]
         model_id = tracker.models.log_model(run, saved, "best_model", step, tags)
         write_atomically(folder.logged_model, json.dumps({**note, "model_id": model_id}))

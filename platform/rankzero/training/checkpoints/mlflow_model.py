@@ -20,6 +20,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rankzero.permanent_errors import lacks_memory_or_space
+
 log = logging.getLogger(__name__)
 _silencing = threading.Lock()
 
@@ -65,6 +67,8 @@ def _save(
     try:
         _save_traced(*copied, folder)
     except Exception as error:
+        if lacks_memory_or_space(error):
+            raise
         log.warning("the model cannot be traced, so it is pickled: %s", _first_line(error))
         shutil.rmtree(folder, ignore_errors=True)
         save_pytorch(copied.model, folder, copied.arrays, copied.output, "pickle", code_paths)

@@ -21,13 +21,12 @@ from torch import Tensor
 from rankzero.errors import UserError
 from rankzero.events import CheckpointDeleted, CheckpointSaved, Event, RunStarted
 from rankzero.experiment import Goal
+from rankzero.permanent_errors import TORCH_WRITER_ERRORS
 from rankzero.run_store import checkpoint_files, disk
 from rankzero.run_store.checkpoint_files import Manifest
 from rankzero.training.checkpoints.host_copy import HostCopier, PendingCopy, kind_of
 
 _RETRY_SECONDS = 0.5
-# In the messages of torch.save on a full disk.
-_WRITER_ERRORS = ("PytorchStreamWriter", "inline_container", "iostream")
 
 
 class Checkpoints:
@@ -271,7 +270,7 @@ def _is_of_the_disk(error: Exception | None) -> bool:
     """Return whether a disk that refuses writes caused the error. It may mend itself."""
     # torch.save reports a full disk as a RuntimeError. So are the errors of a GPU, which stay.
     return isinstance(error, OSError) or (
-        type(error) is RuntimeError and any(text in str(error) for text in _WRITER_ERRORS)
+        type(error) is RuntimeError and any(text in str(error) for text in TORCH_WRITER_ERRORS)
     )
 
 
