@@ -16,6 +16,7 @@ from rankzero.errors import UserError
 from rankzero.launch import machines
 from rankzero.launch.machines import ALONE, Machines
 from rankzero.launch.request import with_changes
+from rankzero.lightning_module import refuse_new
 from rankzero.mlflow_store import drivers, limits, uris
 from rankzero.mlflow_store.items import DESCRIPTION
 from rankzero.mlflow_store.patience import A_DAY, WAIT, seconds
@@ -236,7 +237,10 @@ def tags_of(arguments: argparse.Namespace) -> dict[str, str]:
 def check_settings(arguments: argparse.Namespace) -> None:
     """Raise UserError for settings that would else be refused once a cluster has machines."""
     changes = config.parse_assignments(arguments.settings)
-    with_changes(experiment_file.load(arguments.experiment)(), changes)
+    experiment = with_changes(experiment_file.load(arguments.experiment)(), changes)
+    # A job may continue a run.
+    if not (arguments.run_name and lookup.find(arguments.dir / "runs", arguments.run_name)):
+        refuse_new(type(experiment))
 
 
 def absolute(reference: str) -> str:

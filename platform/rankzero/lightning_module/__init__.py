@@ -8,8 +8,11 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 
+IGNORED = "_ignored_hooks"
+"""The attribute of an experiment's class with the text of `ignored_hooks`."""
 _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")  # Lightning has two package names.
 
 
@@ -30,13 +33,27 @@ def modules_in(module: ModuleType) -> dict[str, type[Any]]:
 def as_experiment(chosen: type[Any], module: ModuleType) -> type[Experiment]:
     """Return a file's `LightningModule` as an experiment.
 
-    Raises UserError for a module that needs what RankZero's loop does not do.
+    Raises UserError for a module without data.
     """
     # The import needs torch, which a file without a LightningModule may not have loaded.
     from rankzero.lightning_module.experiment import adopt
 
     data_modules = list(_defined_in(module, "LightningDataModule").values())
     return adopt(chosen, data_modules, vars(module))
+
+
+def ignored_hooks(experiment: type[Experiment]) -> str:
+    """Return which hooks the LightningModule that became an experiment defines in vain, or ""."""
+    return str(getattr(experiment, IGNORED, ""))
+
+
+def refuse_new(experiment: type[Experiment]) -> None:
+    """Raise UserError before a new run whose module defines hooks that nothing calls.
+
+    A run that an older version began goes on as it did.
+    """
+    if found := ignored_hooks(experiment):
+        raise UserError(found)
 
 
 def _defined_in(module: ModuleType, base: str) -> dict[str, type[Any]]:

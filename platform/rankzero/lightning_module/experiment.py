@@ -15,8 +15,8 @@ from torch import nn
 
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment, Goal, Train
+from rankzero.lightning_module import IGNORED, init_arguments
 from rankzero.lightning_module import data as loaders
-from rankzero.lightning_module import init_arguments
 from rankzero.lightning_module.lr_schedule import ReplayedScheduler, optimizer_and_scheduler
 from rankzero.lightning_module.steps_and_log import LIGHTNINGS_OWN, LightningSteps, TrainerStub
 from rankzero.training_position import Progress
@@ -164,8 +164,8 @@ def adopt(
     """Return a `LightningModule` as an experiment.
 
     `names`: those of its file: ``data()``, and ``train = Train(…)``, ``goal = Goal(…)``, ``search =
-    {…}`` for the defaults. Raises UserError if the module has no data, or needs what RankZero's
-    loop does not do.
+    {…}`` for the defaults. Raises UserError if the module has no data. `refuse_new` refuses its
+    hooks.
     """
     data = names.get("data")
     if data is not None:
@@ -180,8 +180,7 @@ def adopt(
         fix = "add a LightningDataModule or a function data() to its file"
         raise UserError(f"{module.__name__} has no data: {fix}")
     classes = [module, *data_modules]
-    for cls in classes:
-        _refuse_hooks(cls, _HOOKS if cls is module else _DATA_HOOKS)
+    ignored = [_ignored(cls, _HOOKS if cls is module else _DATA_HOOKS) for cls in classes]
     fields = init_arguments.fields_of(classes)
     sizes = [init_arguments.parameters(cls).get(init_arguments.BATCH_SIZE) for cls in classes]
     batch_sizes = [one.default for one in sizes if one and type(one.default) is int]
@@ -202,12 +201,13 @@ def adopt(
         **{name: names[name] for name, kind in kinds.items() if isinstance(names.get(name), kind)},
         "lr": init_arguments.learning_rate(module),
         "source": _Source(module, next(iter(data_modules), None), data),
+        IGNORED: next(filter(None, ignored), ""),
     }
     return type(module.__name__, (_LightningExperiment,), namespace)
 
 
-def _refuse_hooks(cls: type[Any], hooks: Set[str]) -> None:
-    """Raise UserError if a class defines `hooks`, or others that RankZero's loop does not call."""
+def _ignored(cls: type[Any], hooks: Set[str]) -> str:
+    """Return which of `hooks`, and of others that the loop does not call, a class defines."""
     # Lightning's base classes define every hook, so only the classes of the user count. Their file
     # may be called lightning_mnist.py.
     own = {
@@ -216,14 +216,15 @@ def _refuse_hooks(cls: type[Any], hooks: Set[str]) -> None:
         if parent.__module__.partition(".")[0] not in _FRAMEWORK
         for name in vars(parent)
     }
-    ignored = sorted(
+    found = sorted(
         name
         for name in own
         if name in hooks
         or (name.startswith("on_") and name not in _HARMLESS and not name.startswith(_OTHER_STAGES))
     )
-    if ignored:
-        raise UserError(
-            f"{cls.__name__} defines {', '.join(ignored)}, which RankZero's loop does not call: "
-            f"remove it, or {LIGHTNINGS_OWN}"
-        )
+    if not found:
+        return ""
+    return (
+        f"{cls.__name__} defines {', '.join(found)}, which RankZero's loop does not call: remove "
+        f"it, or {LIGHTNINGS_OWN}"
+    )

@@ -14,6 +14,7 @@ from rankzero.cli.commands import resume
 from rankzero.launch.machines import Machines
 from rankzero.launch.request import with_changes
 from rankzero.run_store import checkpoint_files
+from rankzero.training.checkpoints import best_model
 from support.commands import TINY, Command, last_end, losses
 
 
@@ -43,6 +44,55 @@ def test_report_of_a_run_in_steps_suggests_what_trains_further(rankzero: Command
     (newest / "state.pt").write_bytes(b"damaged")
     output = rankzero("resume", "r", "--offline")[1]
     assert newest.name in output and "nothing is left" not in output
+
+
+MODULE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def data():
+    made = TensorDataset(torch.rand(64, 8), torch.zeros(64, dtype=torch.long))
+    return made, made
+
+class LightningModule(nn.Module):
+    automatic_optimization = True
+    def prepare_data(self): ...
+    def setup(self, stage): ...
+
+LightningModule.__module__ = "lightning.pytorch.core.module"
+
+class Net(LightningModule):
+    def __init__(self, lr: float = 0.1):
+        super().__init__()
+        self.net = nn.Linear(8, 2)
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.training_step(batch, batch_idx))
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+"""
+HOOK = "    def training_epoch_end(self, outputs): ...\n"
+
+
+def test_a_hook_that_nothing_calls_refuses_new_runs_and_no_old_one(rankzero: Command) -> None:
+    (file := rankzero.folder / "net.py").write_text(MODULE)
+    settings = ("goal.metric=val/loss", "goal.mode=min", "train.batch_size=32")
+    own = ("train", file, "--offline", *settings)
+    code, output = rankzero(*own, "--name", "old", "train.steps=4")
+    assert code == 0, output
+    # As a run of a version that did not look for this hook.
+    file.write_text(MODULE + HOOK)
+    code, output = rankzero(*own, "--name", "new", "train.steps=4")
+    assert code == 2 and "error: Net defines training_epoch_end, which" in output, output
+    code, output = rankzero("resume", "old", "--offline", "train.steps=6")
+    assert code == 0 and "note: Net defines training_epoch_end, which" in output, output
+    code, output = rankzero(*own, "--name", "old", "--resume-if-there", "train.steps=8")
+    assert code == 0, output
+    (folder,) = rankzero.runs
+    assert max(losses(folder)) == 8
+    assert {*best_model.load_best(folder).state_dict()} == {"module.net.weight", "module.net.bias"}
 
 
 def test_steps_decide_unless_they_are_unset() -> None:

@@ -21,6 +21,7 @@ from rankzero.experiment import Experiment, Goal
 from rankzero.launch import agent
 from rankzero.launch.request import make_folder, with_secrets, write_config
 from rankzero.launch.signals import SignalForwarder
+from rankzero.lightning_module import refuse_new
 from rankzero.mlflow_store import named_runs
 from rankzero.mlflow_store.patience import patience
 from rankzero.repeats import plan as plans
@@ -109,6 +110,7 @@ def _plan(arguments: argparse.Namespace, experiment: Experiment) -> Plan:
 
 
 def _new_folder(arguments: argparse.Namespace, experiment: Experiment) -> RunFolder:
+    refuse_new(type(experiment))
     name, runs = options.run_name(arguments, "repeat"), arguments.dir / "runs"
     if plans.stored(RunFolder(runs / name)) is not None:
         again = command(arguments.dir, "repeat", name)

@@ -17,6 +17,7 @@ from rankzero.experiment import Experiment, Train
 from rankzero.launch import agent
 from rankzero.launch.machines import Machines
 from rankzero.launch.request import with_changes, with_secrets, write_config
+from rankzero.lightning_module import ignored_hooks
 from rankzero.mlflow_store import uris
 from rankzero.reporting import run_facts
 from rankzero.reporting.reproduce import longer
@@ -188,6 +189,8 @@ def class_of(folder: RunFolder, store_folder: Path) -> type[Experiment]:
 
 def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
     cls = class_of(folder, arguments.dir)
+    if ignored := ignored_hooks(cls):
+        print(f"note: {ignored}")
     changes = config.parse_assignments(arguments.settings)
     saved = config.override(cls(), with_secrets(config.read_file(folder.config), changes))
     changed = with_changes(saved, changes)

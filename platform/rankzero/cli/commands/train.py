@@ -14,6 +14,7 @@ from rankzero.experiment import Experiment
 from rankzero.launch import agent
 from rankzero.launch.machines import ALONE, Machines
 from rankzero.launch.request import make_folder, with_changes, with_secrets, write_config
+from rankzero.lightning_module import refuse_new
 from rankzero.mlflow_store import named_runs
 from rankzero.run_store.attempt import sole_launcher
 
@@ -48,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         except resume.NothingLeft as error:
             print(f"note: {error}")
             return FINISHED
+    refuse_new(type(experiment))
     topology = launch_run.topology_of(arguments, experiment.train, machines)
     identity = options.identity_for(arguments, options.run_name(arguments))
     folder = make_folder(arguments.dir / "runs", identity, machines=topology.machines.most)

@@ -24,6 +24,7 @@ from rankzero import config, experiment_file, ranks
 from rankzero.errors import RunFailed, UserError
 from rankzero.experiment import Experiment, Train
 from rankzero.launch.request import with_changes
+from rankzero.lightning_module import refuse_new
 from rankzero.search_ranges import Range
 from rankzero.telemetry.host import core_count
 
@@ -167,6 +168,7 @@ def _described(
     from rankzero.training.distributed.device import driver_version
 
     experiment = with_changes(experiment_file.load(reference)(), settings)
+    refuse_new(type(experiment))
     strategy, gpus = experiment.train.strategy, torch.cuda.device_count()
     if processes is None:
         processes = ranks.default_count(strategy, gpus // parallel)
