@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from rankzero import Train
+from rankzero.lightning_module.steps_and_log import LightningSteps, TrainerStub
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.training.checkpoints import mlflow_model
 from support.runs import T0, make_folder
@@ -70,6 +73,44 @@ def test_a_model_that_cannot_be_traced_is_pickled(log: Callable[..., Any]) -> No
     loaded, kind = log(Branching(), torch.randn(4, 3))
     assert kind == "pickle"
     assert loaded(torch.randn(2, 3)).shape == (2, 3)
+
+
+class Lightning(Branching):
+    """Has what RankZero uses of a LightningModule, and keeps its data."""
+
+    automatic_optimization, trainer = True, None
+
+    def setup(self, stage: str) -> None:
+        self.train_set = TensorDataset(torch.zeros(100_000))
+        self.sets = {"train": self.train_set, "rate": 0.5}
+        self.loader = DataLoader(self.train_set)
+
+    def log(self, name: str, value: Any) -> None: ...
+
+    def training_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+def test_a_pickled_model_has_no_data_and_nothing_of_its_training(log: Callable[..., Any]) -> None:
+    module = Lightning()
+    LightningSteps(module, TrainerStub(Train(batch_size=4), datamodule=module))
+    loaded, kind = log(module, torch.randn(4, 3))
+    assert kind == "pickle" and loaded(torch.randn(2, 3)).shape == (2, 3)
+    assert vars(loaded).keys().isdisjoint({"train_set", "loader", "trainer", "log"})
+    assert loaded.sets == {"train": None, "rate": 0.5}
+    assert len(module.sets["train"]) == 100_000, "the model is left as it was"
+
+
+class Named(Lightning):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, : len(self.train_set.tensors)]
+
+
+def test_a_model_whose_forward_reads_its_data_keeps_them(log: Callable[..., Any]) -> None:
+    (module := Named()).setup("fit")
+    loaded, kind = log(module, torch.randn(4, 3))
+    assert kind == "pickle" and loaded(torch.randn(2, 3)).shape == (2, 1)
 
 
 def test_several_inputs_and_other_types(log: Callable[..., Any]) -> None:

@@ -13,8 +13,9 @@ import logging
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,6 +25,14 @@ from rankzero.permanent_errors import lacks_memory_or_space
 
 log = logging.getLogger(__name__)
 _silencing = threading.Lock()
+# Classes of data and of a training, by name, because several libraries have some of these.
+_NOT_SERVED = {
+    "DataLoader",
+    "Dataset",
+    "LightningDataModule",
+    "Trainer",
+    "TrainerStub",
+}
 
 
 class SavedModel(NamedTuple):
@@ -86,9 +95,10 @@ class _Copied(NamedTuple):
 
 def _copied(model: nn.Module, example: Sequence[Tensor]) -> _Copied:
     # A copy on its GPU might not fit there.
-    weights = {id(one): nn.Parameter(_on_cpu(one), one.requires_grad) for one in model.parameters()}
-    copied = copy.deepcopy(model, weights | {id(one): _on_cpu(one) for one in model.buffers()})
-    copied = copied.cpu().eval()
+    own: dict[int, Any] = {
+        id(one): nn.Parameter(_on_cpu(one), one.requires_grad) for one in model.parameters()
+    }
+    own |= {id(one): _on_cpu(one) for one in model.buffers()}
     inputs = [_on_cpu(tensor) for tensor in example]
     # torch.export takes a batch size of 1 for a constant.
     inputs = [
@@ -96,8 +106,41 @@ def _copied(model: nn.Module, example: Sequence[Tensor]) -> _Copied:
         for tensor in inputs
     ]
     with torch.no_grad():
-        output = copied(*inputs)
+        try:
+            copied = _without_data(model, own)
+            output = copied(*inputs)
+        except Exception:  # its forward may read the data set, for the names of classes
+            copied = copy.deepcopy(model, own).cpu().eval()
+            output = copied(*inputs)
     return _Copied(copied, [_array(tensor) for tensor in inputs], _array(output))
+
+
+def _without_data(model: nn.Module, own: Mapping[int, Any]) -> nn.Module:
+    """Return a copy on the CPU without data sets, loaders and what else only a training needs.
+
+    `own`: the copies of its tensors, by `id`.
+    """
+    memo, attributes = dict(own), list[tuple[str, str]]()
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if _is_of_training(value):
+                memo[id(value)] = None
+                attributes.append((path, name))
+            elif isinstance(value, (dict, list, tuple)):
+                inner = value.values() if isinstance(value, dict) else value
+                memo.update((id(one), None) for one in inner if _is_of_training(one))
+    copied = copy.deepcopy(model, memo).cpu().eval()
+    for path, name in attributes:
+        vars(copied.get_submodule(path)).pop(name, None)
+    return copied
+
+
+def _is_of_training(value: Any) -> bool:
+    # RankZero puts a method of its own in the place of a LightningModule's `log`.
+    if isinstance(value, MethodType):
+        return type(value.__self__).__name__ == "LightningSteps"
+    names = {parent.__name__ for parent in type(value).__mro__}
+    return not isinstance(value, nn.Module) and not names.isdisjoint(_NOT_SERVED)
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
