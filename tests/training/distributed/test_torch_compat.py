@@ -15,6 +15,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.optim import zero_redundancy_optimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -108,6 +109,28 @@ def test_the_function_by_which_zero_gathers_its_state_is_replaced() -> None:
         assert zero_redundancy_optimizer._broadcast_object is torch_compat._broadcast_object
     assert zero_redundancy_optimizer._broadcast_object is before
     assert list(inspect.signature(before).parameters) == ["obj", "src_rank", "group", "device"]
+
+
+@pytest.mark.usefixtures("group")
+def test_two_forwards_of_a_batch_norm_may_have_one_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def as_in_2_11(ddp: Any) -> None:
+        ddp._assign_modules_buffers()
+        for buffer in ddp.modules_buffers:  # what another rank than 0 receives
+            buffer.copy_(buffer.clone())
+
+    monkeypatch.setattr(DistributedDataParallel, "_sync_buffers", as_in_2_11)
+    x = torch.randn(4, 3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (plain := DistributedDataParallel(nn.BatchNorm1d(3)))(x).add(plain(-x)).sum().backward()
+    replica = torch_compat.ddp_class()(model := nn.BatchNorm1d(3))
+    replica(x).add(replica(-x)).square().sum().backward()
+    alone = nn.BatchNorm1d(3)
+    alone(x).add(alone(-x)).square().sum().backward()
+    torch.testing.assert_close(model.bias.grad, alone.bias.grad)
+    assert alone.running_var is not None
+    torch.testing.assert_close(model.running_var, alone.running_var)
 
 
 @pytest.mark.usefixtures("group")

@@ -1,6 +1,6 @@
 """The private names and message texts of torch.distributed that this package depends on.
 
-Seen in PyTorch 2.15. tests/training/distributed/test_torch_compat.py fails once one is
+Seen in PyTorch 2.11 and 2.15. tests/training/distributed/test_torch_compat.py fails once one is
 gone.
 """
 
@@ -14,7 +14,7 @@ import os
 import pickle
 import tempfile
 from collections.abc import Iterator, MutableMapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,31 @@ def release(replica: DistributedDataParallel) -> None:
     # Without the cyclic garbage collector, which does not see what `gc.freeze` froze.
     replica._remove_autograd_hooks()
     del replica.reducer, replica.logger
+
+
+class _KeepsVersions(DistributedDataParallel):
+    """DDP whose forward may follow another one before the backward.
+
+    It gives all ranks the buffers of rank 0 before each forward, in place. Autograd then refuses
+    the backward of the forward before, for the running statistics of a BatchNorm. These are no part
+    of its gradient while it trains.
+    """
+
+    def _sync_buffers(self) -> None:
+        ddp, autograd = cast(Any, super()), cast(Any, torch.autograd)
+        ddp._assign_modules_buffers()
+        with autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)):
+            ddp._sync_buffers()
+
+
+def ddp_class() -> type[DistributedDataParallel]:
+    """Return DDP, as https://github.com/pytorch/pytorch/pull/175851 has made it.
+
+    PyTorch 2.11 lacks that, and 2.15 has it.
+    """
+    names = DistributedDataParallel._sync_buffers.__code__.co_names
+    keeps = "_unsafe_preserve_version_counter" in names
+    return DistributedDataParallel if keeps else _KeepsVersions
 
 
 def set_timeout(timeout: datetime.timedelta) -> None:

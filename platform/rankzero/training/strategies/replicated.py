@@ -230,7 +230,7 @@ def ddp(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
         has_one_backward = not experiment.turns and any(p.requires_grad for p in model.parameters())
         if not world.is_distributed or not has_one_backward:
             return model
-        replica = DistributedDataParallel(
+        replica = torch_compat.ddp_class()(
             model,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
