@@ -174,6 +174,10 @@ class PeriodicActions:
 
     def _save(self, metrics: Mapping[str, float], is_best: bool) -> None:
         self._await_write()
+        if not metrics:
+            # An evaluation has done so. A resume gives every rank the buffers of rank 0, and fsdp
+            # and turns let them differ.
+            self._job.strategy.sync_buffers()
         # Collective: every rank contributes its random state and its part of the model.
         content = state_dict(self._job, self._state)
         if self._checkpoints is None:

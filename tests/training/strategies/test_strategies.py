@@ -47,9 +47,12 @@ RESTS: dict[str, dict[str, Any]] = {
     "none": {"kept": 33, "train__drop_last": False},
 }
 """Two batches of 16, and one of 6, 3 or 1: of that, rank 1 has three, one or no sample."""
+CENTRED = {"train__strategy": "fsdp", "centred": True, "train__checkpoints__save_every": 1}
 CASES = [
     *(Case(name, {"train__strategy": name}) for name in STRATEGIES),
     *(Case(f"{name}-again", {"train__strategy": name}, stop_at=3) for name in DIVIDED),
+    Case("fsdp-centred", CENTRED),
+    Case("fsdp-centred-again", CENTRED, stop_at=4),
     *(Case(f"{name}-clip", {"train__strategy": name, "train__clip": 0.05}) for name in STRATEGIES),
     *(
         Case(
@@ -505,6 +508,14 @@ def test_resumed_training_is_bit_identical(folder: Path, name: str) -> None:
     )
     assert again["trained"] == list(range(1, 9)), "a step was trained twice"
     assert again["evaluated"] == seen(folder, name)["evaluated"]
+
+
+def test_a_buffer_that_differs_by_rank_resumes_bit_for_bit(folder: Path) -> None:
+    """All ranks get the buffers of rank 0 when they are saved, as after a resume."""
+    again = seen(folder, "fsdp-centred-again")
+    assert again["losses"] == seen(folder, "fsdp-centred")["losses"]
+    assert again["begun"] == [0, 5], "no evaluation came just before"
+    assert again["losses"] != seen(folder, "fsdp")["losses"]
 
 
 @pytest.mark.parametrize(("name", "step", "signalled"), LEFT)
