@@ -53,3 +53,15 @@ def test_disk_that_cannot_sync_is_passed_over(tmp_path: Path) -> None:
         raise OSError(errno.EINVAL, "Invalid argument")
 
     disk.sync_all(written(tmp_path / "1"), tmp_path, confirm)
+
+
+def test_a_synced_piece_keeps_its_content_and_a_disk_without_pieces_is_passed_over(
+    tmp_path: Path,
+) -> None:
+    file, content = tmp_path / "large", os.urandom(3 << 20)
+    file.write_bytes(content)
+    for start in (0, 2 << 20):
+        disk.sync(file, range(start, min(start + (2 << 20), len(content))))
+    assert file.read_bytes() == content
+    disk.sync(tmp_path, range(2 << 20))
+    disk.sync(Path("/dev/null"), range(2 << 20))

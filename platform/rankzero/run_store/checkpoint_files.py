@@ -220,7 +220,7 @@ def write(
     metrics: Mapping[str, float],
     best: bool,
     world_size: int | None = None,
-    sync: Callable[[Path], None] = disk.sync,
+    sync: disk.Sync = disk.sync,
 ) -> None:
     """Write a checkpoint's folder. A reader sees the whole folder or none.
 
@@ -234,8 +234,7 @@ def write(
     try:
         temporary.mkdir()
         save_state(temporary / STATE)
-        # This thread alone, because it runs beside the training.
-        checksum = _checksum_of_file(temporary / STATE, _PIECES, threads=1)
+        checksum = _synced_checksum(temporary / STATE, sync)
         files = {STATE: {_PIECES: checksum, "bytes": (temporary / STATE).stat().st_size}}
         manifest = Manifest(step, metrics, best, files, world_size)
         (temporary / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
@@ -353,6 +352,22 @@ def _checksum_of_file(path: Path, checksum: str, threads: int) -> str:
             return hashlib.sha256(b"".join(_in_threads(piece, offsets, threads))).hexdigest()
     except OSError as error:
         raise BrokenCheckpoint(f"{path} cannot be read: {error}") from error
+
+
+def _synced_checksum(path: Path, sync: disk.Sync) -> str:
+    """Return the checksum of a file's pieces, each synced before it is read. Raises OSError."""
+    # A sync shows no progress before its end, and the watchdog would take a slow disk for a hang.
+    # With pieces, the bytes that the thread reads are progress. This thread alone reads them,
+    # because the training needs the cores.
+    digests = []
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        for offset in range(0, size, _PIECE_BYTES):
+            # A file of one piece is left to the sync of the whole file.
+            if size > _PIECE_BYTES:
+                sync(path, range(offset, min(offset + _PIECE_BYTES, size)))
+            digests.append(_piece_digest(file.fileno(), offset))
+    return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def _piece_digest(descriptor: int, offset: int) -> bytes:

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Protocol
 
 # The disk has failed or is full, so what was written may be lost.
 _LOSSES = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
 
 
-def sync(path: Path) -> None:
+class Sync(Protocol):
+    """The signature of `sync`."""
+
+    def __call__(self, path: Path, piece: range | None = None) -> None: ...
+
+
+def sync(path: Path, piece: range | None = None) -> None:
     """Return once the disk has confirmed a file, or a folder with the names in it. Raises OSError.
 
     After an error, write the content into a new file: the system may have dropped the old one.
+
+    `piece`: only these bytes, from a whole number of pages on. Some network and FUSE disks cannot
+    confirm them alone. So sync the file in the end, also for its length.
     """
     try:
+        if piece is not None:
+            _sync_piece(path, piece)
+            return
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -27,7 +41,8 @@ def sync(path: Path) -> None:
         # Some folders cannot be synced: the user may write a folder of a group and not read it, and
         # network and FUSE disks refuse in several ways. PostgreSQL ignores EBADF, EINVAL and EACCES
         # for folders.
-        if error.errno in _LOSSES or not path.is_dir():
+        # The system reports the loss of a piece once, so the sync of the file would not see it.
+        if error.errno in _LOSSES or not (piece or path.is_dir()):
             raise
 
 
@@ -49,6 +64,15 @@ def sync_all(files: Iterable[Path], top: Path, confirm: Callable[[Path], None] =
                 lost = lost or error
     if lost is not None:
         raise lost
+
+
+def _sync_piece(path: Path, piece: range) -> None:
+    # Linux syncs the range of a shared mapping, also what was written without the mapping.
+    with (
+        path.open("r+b") as file,
+        mmap.mmap(file.fileno(), len(piece), offset=piece.start) as mapping,
+    ):
+        mapping.flush()
 
 
 def _is_file(path: Path) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rankzero.events import CheckpointDeleted, CheckpointSaved, Event
-from rankzero.run_store import checkpoint_files
+from rankzero.run_store import checkpoint_files, disk
 from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints, unlogged
 from support.checkpoints import GOAL, damage_checkpoint, save_steps, steps_in
@@ -171,3 +171,40 @@ def test_a_first_copy_uses_what_was_prepared_once(tmp_path: Path) -> None:
     (event,) = checkpoints.close()
     assert torch.equal(restore.load(tmp_path / event.path)["model"]["w"], weights)
     assert notices == []
+
+
+def test_a_slow_sync_of_a_large_file_shows_progress_between_its_pieces(tmp_path: Path) -> None:
+    class SlowDisk:
+        """Confirms at most 8 MiB at once. `moved` has what the thread had moved before each."""
+
+        def __init__(self) -> None:
+            self.moved, self.confirmed = list[int](), 0
+
+        def sync(self, path: Path, piece: range | None = None) -> None:
+            if piece is not None:
+                assert piece.start == self.confirmed and len(piece) <= 8 << 20
+                self.moved.append(checkpoints.bytes_moved())
+                self.confirmed = piece.stop
+            elif path.name == checkpoint_files.STATE:
+                assert path.stat().st_size == self.confirmed, "it waits in silence"
+            disk.sync(path, piece)
+
+    slow = SlowDisk()
+    checkpoints = Checkpoints(tmp_path, 1, GOAL, sync=slow.sync)
+    checkpoints.save({"weights": torch.arange(5 << 20)}, 1, {}, False)
+    (event,) = checkpoints.close()
+    assert isinstance(event, CheckpointSaved)
+    assert len(slow.moved) == 6 and slow.moved == sorted(set(slow.moved))
+    checkpoint_files.verify(tmp_path / event.path)
+
+
+def test_a_piece_that_the_disk_has_lost_fails_the_write(tmp_path: Path) -> None:
+    def sync(path: Path, piece: range | None = None) -> None:
+        if piece is not None:
+            raise OSError(5, "Input/output error")
+        disk.sync(path)
+
+    checkpoints = Checkpoints(tmp_path, 1, GOAL, notice=list[str]().append, sync=sync)
+    checkpoints.save({"weights": torch.arange(5 << 20)}, 1, {}, False)
+    assert checkpoints.close() == [] and "Input/output error" in str(checkpoints.failure)
+    assert steps_in(tmp_path) == []

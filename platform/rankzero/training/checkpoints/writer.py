@@ -49,7 +49,7 @@ class Checkpoints:
         *,
         flush_journal: Callable[[], None] = lambda: None,
         sync_journal: Callable[[], None] = lambda: None,
-        sync: Callable[[Path], None] = disk.sync,
+        sync: disk.Sync = disk.sync,
     ) -> None:
         self._root, self._keep, self._goal, self._world_size = run_folder, keep, goal, world_size
         self._notice = notice
@@ -121,7 +121,8 @@ class Checkpoints:
 
     def bytes_moved(self) -> int:
         """Return how much the thread has read and written. Linux only, else 0."""
-        # Not the size of the file: its checksum may take as long as its bytes.
+        # Not the size of the file: its sync and its checksum may take as long as its bytes. Each
+        # piece is read once it is synced.
         with contextlib.suppress(OSError):
             text = Path(f"/proc/self/task/{self._thread_id}/io").read_text()
             read, written = (int(line.split()[1]) for line in text.splitlines()[:2])
