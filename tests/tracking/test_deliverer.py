@@ -20,6 +20,7 @@ from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store import delivery_state as state
 from rankzero.run_store.folder import FolderGone, RunFolder
 from rankzero.run_store.journal import Journal
+from rankzero.run_store.run_locks import claim
 from rankzero.tracking import delivery_status
 from rankzero.tracking.deliverer import READ_SECONDS, Deliverer
 from support.memory_store import MemoryStore, Refused, deliverer_to
@@ -505,6 +506,71 @@ def test_resume_on_another_machine_continues_the_samples(
     run(deliverer_to(tracker, folder))
     assert list(tracker.curve("train/loss")) == list(range(50, 61))
     assert list(tracker.curve("system/cpu_utilization_percentage")) == [9, 10]
+
+
+CPU = "system/cpu_utilization_percentage"
+
+
+def sampled(folder: RunFolder, key: str, first: int, last: int, node: int = 0) -> None:
+    journal = Journal(folder.system(node))
+    for number in range(first, last + 1):
+        journal(SystemSampled(T0, number, {key: 1.0}))
+    journal.close()
+
+
+def test_a_run_that_returns_from_another_machine_sends_no_step_twice(
+    tmp_path: Path, tracker: MemoryStore
+) -> None:
+    """MLflow did not answer as the attempt began, so it trains again what the other one trained."""
+    folder = make_folder(tmp_path, "http://127.0.0.1:9")
+    claim(folder, 0)
+    append(folder, started(), steps(1, 50))
+    sampled(folder, CPU, 0, 4)
+    run(deliverer_to(tracker, folder))
+    tracker.points["train/loss"] |= {step: {(0, 0.02)} for step in range(51, 81)}
+    tracker.points[CPU] |= {number: {(0, 2.0)} for number in range(5, 12)}
+    claim(folder, 0)
+    append(folder, started(2, step=40), steps(41, 60))
+    sampled(folder, CPU, 5, 6)
+    run(deliverer_to(tracker, folder))
+    append(folder, steps(61, 90))
+    sampled(folder, CPU, 7, 7)
+    run(deliverer_to(tracker, folder))
+    assert sorted(tracker.curve("train/loss")) == list(range(1, 91))
+    assert list(tracker.curve(CPU)) == list(range(15))
+    assert all(len(seen) == 1 for curve in tracker.points.values() for seen in curve.values())
+
+
+def test_a_replay_within_an_attempt_sends_its_points_again(
+    tmp_path: Path, tracker: MemoryStore
+) -> None:
+    folder = make_folder(tmp_path, "http://127.0.0.1:9")
+    claim(folder, 0)
+    append(folder, started(), steps(1, 5))
+    run(deliverer_to(tracker, folder))
+    append(folder, steps(6, 9))
+    before = state.path_of(folder, 0).read_text()
+    run(deliverer_to(tracker, folder))
+    state.path_of(folder, 0).write_text(before)
+    sent = len(tracker.sent)
+    run(deliverer_to(tracker, folder))
+    assert [point.step for point in tracker.sent[sent:]] == [6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_the_samples_of_a_replaced_second_machine_follow_those_of_the_first(
+    tmp_path: Path, tracker: MemoryStore, lost: bool
+) -> None:
+    """A machine that has lost its state alone sends nothing again."""
+    key = CPU.replace("/", "/node_1/")
+    folder = make_folder(tmp_path)
+    tracker.open_run(folder.identity, T0)
+    tracker.points = {CPU.replace("/", "/node_0/"): {30: {(0, 1.0)}}, key: {9: {(0, 1.0)}}}
+    if lost:
+        state.path_of(folder, 1).write_text("{ damaged")
+    sampled(folder, key, 0, 10, node=1)
+    run(deliverer_to(tracker, folder, node=1))
+    assert list(tracker.curve(key)) == ([9, 10] if lost else list(range(9, 21)))
 
 
 def test_another_node_waits_for_the_run_and_sends_its_samples_only(

@@ -69,12 +69,13 @@ def require_plain_files(folder: Path) -> None:
 
 
 def newest_checkpoint(
-    folder: RunFolder, run: RunRecord | None = None
+    folder: RunFolder, run: RunRecord | None = None, after: int = -1
 ) -> tuple[Path | None, list[str]]:
     """Download the newest intact checkpoint that MLflow has of `run`, by default the folder's.
 
     Return its folder, or None, and the problems of newer ones. It replaces a local checkpoint of
-    the same step. Raises if MLflow cannot be reached, because an older one would cost steps.
+    the same step. Only steps after `after` count. Raises if MLflow cannot be reached, because an
+    older one would cost steps.
     """
     from rankzero.mlflow_store.client import MlflowRuns
 
@@ -85,7 +86,7 @@ def newest_checkpoint(
             return None, []
         run = tracker.find_run(run_id)
     known = tracker.models.list_checkpoints(run)
-    ready = [one for one in known if one.status == "READY"]
+    ready = [one for one in known if one.status == "READY" and one.step > after]
     problems: list[str] = []
     for one in reversed(ready):
         target = checkpoint_files.folder_of(folder.checkpoints, one.step)
@@ -97,6 +98,7 @@ def newest_checkpoint(
         except TrackingError as error:
             problem = str(error)
         if problem is None:
+            (aside / checkpoint_files.DOWNLOADED).touch()
             checkpoint_files.replace(aside, target)
             return target, problems
         shutil.rmtree(aside, ignore_errors=True)

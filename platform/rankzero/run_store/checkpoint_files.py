@@ -29,6 +29,7 @@ from rankzero.experiment import Goal
 from rankzero.run_store import disk
 
 STATE, MANIFEST = "state.pt", "manifest.json"
+DOWNLOADED = "downloaded"  # an empty file: MLflow has this checkpoint
 FORMAT = 3  # format 1 had no seal; until format 2, a file had one SHA-256
 TEMPORARY = ".tmp-"
 REPLACED = TEMPORARY + "replaced-"

@@ -101,6 +101,8 @@ class Deliverer:
         )
         """As it is once `_items` are sent. Until then the file has the state before them."""
         self._committed = self.state
+        # A replaced machine has no file.
+        self._is_lost = self._path.exists() and not self.state.updated
         self._items: deque[MlflowItem] = deque()
         self._target: Target | None = None
         self._retry = RetryPolicy(longest_wait, clock)
@@ -244,11 +246,23 @@ class Deliverer:
             return False
         # Without a state of our own, MLflow may have points that another process sent.
         if self.state.run_id is None:
-            from_elsewhere = self._folder.identity.mlflow_run_id is not None
-            self.state = open_run.adopt(self.state, target.run, from_elsewhere)
+            is_new = self._node > 0 and not self._is_lost
+            from_elsewhere = is_new or self._folder.identity.mlflow_run_id is not None
+            self.state = open_run.adopt(self.state, target.run, self._node, from_elsewhere)
+        elif self._is_new_attempt():
+            self.state = open_run.adopt(self.state, target.run, self._node, from_elsewhere=True)
         self._target = target
         self.commit()
         return True
+
+    def _is_new_attempt(self) -> bool:
+        """Return whether another machine may have continued the run since the state was written.
+
+        Not within an attempt: a replay must send its points again, though MLflow has them.
+        """
+        claim = run_locks.latest(self._folder, self._node)
+        is_embedded = sqlite_path(self._folder.identity.tracking_uri) is not None
+        return not is_embedded and claim is not None and claim.token != self.state.claim
 
     def _read(self) -> bool:
         """Read on in the journals. Return whether there was a whole line to read."""

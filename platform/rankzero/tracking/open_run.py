@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from rankzero.events import RunStarted
@@ -70,13 +70,35 @@ def open_run(
     return None if run is None else Target(store, run)
 
 
-def adopt(state: DeliveryState, run: RunRecord, from_elsewhere: bool) -> DeliveryState:
-    """Return the state of a run that MLflow already has points of, sent by another process."""
-    samples = [mark for key, mark in run.marks.items() if key.startswith("system/")]
-    offset = max(samples, default=-1) + 1 if from_elsewhere else 0
+def adopt(state: DeliveryState, run: RunRecord, node: int, from_elsewhere: bool) -> DeliveryState:
+    """Return the state of a run that MLflow already has points of, sent by another process.
+
+    `from_elsewhere`: another machine sent them. The samples of this one come after its samples.
+    """
+    curves = state.curves
+    newer = {key: at for key, at in run.marks.items() if at > curves.marks.get(key, at - 1)}
+    offset = curves.sample_offset
+    if from_elsewhere:
+        sent = _last_sample(curves.marks, node, offset - 1)
+        offset += max(0, _last_sample(run.marks, node, sent) - sent)
     curves = dataclasses.replace(
-        state.curves, marks=dict(run.marks), floor=dict(run.marks), sample_offset=offset
+        curves,
+        marks={**curves.marks, **newer},
+        floor={**curves.floor, **newer},
+        sample_offset=offset,
     )
     return dataclasses.replace(
         state, run_id=run.run_id, experiment_id=run.experiment_id, curves=curves
     )
+
+
+def _last_sample(marks: Mapping[str, int], node: int, default: int) -> int:
+    mine = f"system/node_{node}/"
+    # The names of a run on one machine have no node.
+    alone = "system/" if node == 0 else mine
+    samples = (
+        at
+        for key, at in marks.items()
+        if key.startswith(mine) or (key.startswith(alone) and not key.startswith("system/node_"))
+    )
+    return max(samples, default=default)

@@ -13,6 +13,7 @@ import pytest
 
 from rankzero.cli.commands import resume
 from rankzero.events import RunStarted
+from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store import run_locks
 from rankzero.run_store.attempt import is_written
 from rankzero.run_store.folder import Identity, RunFolder
@@ -90,6 +91,41 @@ def _lose_the_disk(rankzero: Command) -> None:
     # `--wait-delivery` ends when MLflow has all; the courier then writes once more how far it is.
     wait_until(lambda: not processes_of(rankzero.folder))
     shutil.rmtree(rankzero.folder / "mlruns" / "runs")
+
+
+def test_a_run_that_returns_to_its_first_machine_continues_from_the_newest_checkpoint(
+    rankzero: Command, server: Server
+) -> None:
+    """Machine A, then B, then A again, without a shared disk."""
+    words = (*AGAIN, "--tracking-uri", server.uri, "--wait-delivery")
+    code, output = rankzero(*words, "train.steps=10")
+    assert code == 0, output
+    runs = rankzero.folder / "mlruns" / "runs"
+    wait_until(lambda: not processes_of(rankzero.folder))
+    shutil.copytree(runs, rankzero.folder / "disk-of-a")
+    shutil.rmtree(runs)
+    code, output = rankzero(*words, "train.steps=20", "step_seconds=0.3")
+    assert code == 0 and starts(rankzero.runs[0]) == [10], output
+    _lose_the_disk(rankzero)
+    (rankzero.folder / "disk-of-a").rename(runs)
+    code, output = rankzero(*words, "step_seconds=0.3")
+    assert code == 0 and "another machine has continued the run" in output, output
+    (folder,) = rankzero.runs
+    assert starts(folder) == [0, 20] and max(losses(folder)) == 30
+    store, record = MlflowRuns(server.uri), tracked(folder)
+    for key in record.marks:
+        steps = [point.step for point in store.history(record.run_id, key)]
+        assert steps == sorted(set(steps)), key
+        if key.startswith(("train/", "system/cpu")):
+            assert steps == list(range(steps[0], len(steps) + steps[0])), key
+    assert len({one.step for one in store.models.list_checkpoints(record)}) == len(
+        store.models.list_checkpoints(record)
+    )
+    # Without an answer, the checkpoint of this disk has to do.
+    server.kill()
+    code, output = rankzero("train", *words[1:-1], "train.steps=32")
+    assert "MLflow cannot be asked for a newer checkpoint" in output, output
+    assert starts(folder)[-1] == 30
 
 
 def test_it_waits_for_the_writer_of_another_machine_until_that_counts_as_dead(

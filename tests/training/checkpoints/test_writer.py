@@ -148,6 +148,9 @@ def test_checkpoints_of_other_machines_and_of_people_are_not_logged_again(tmp_pa
     events = [started(), *save_steps(tmp_path, {1: 0.9, 2: 0.3, 3: 0.5}, keep=1)]
     downloaded: list[Event] = [started(2, step=3)]
     assert unlogged(tmp_path, downloaded, 1, GOAL) == []
+    # The run went to another machine, and came back with its checkpoint.
+    (tmp_path / "checkpoints/step_00000003/downloaded").touch()
+    assert unlogged(tmp_path, [started(), *save_steps(tmp_path, {2: 0.3}, keep=2)], 2, GOAL) == []
     shutil.rmtree(tmp_path / "checkpoints/step_00000002")  # the best, which retention keeps
     assert unlogged(tmp_path, events, 1, GOAL) == []
 

@@ -13,12 +13,14 @@ from rankzero import config, experiment_file
 from rankzero.catalog import lookup
 from rankzero.cli import launch_run, options
 from rankzero.errors import UserError
+from rankzero.events import CheckpointSaved
 from rankzero.experiment import Experiment, Train
 from rankzero.launch import agent
 from rankzero.launch.machines import Machines
 from rankzero.launch.request import with_changes, with_secrets, write_config
 from rankzero.lightning_module import ignored_hooks
 from rankzero.mlflow_store import uris
+from rankzero.redaction.text import line_without_secrets
 from rankzero.reporting import run_facts
 from rankzero.reporting.reproduce import longer
 from rankzero.reporting.run_facts import Facts
@@ -261,6 +263,8 @@ def _newest_checkpoint(folder: RunFolder, offline: bool, *, required: bool) -> P
         for problem in more:
             print(f"note: {problem}")
         problems = [*more, *problems]
+    elif path is not None and not offline:
+        path = _newer_elsewhere(folder, path)
     if path is None and not required:
         print(f"note: {folder.path.name} has no checkpoint: it begins again")
     elif path is None:
@@ -268,3 +272,28 @@ def _newest_checkpoint(folder: RunFolder, offline: bool, *, required: bool) -> P
         name = folder.path.name
         raise UserError(f"{name} has no checkpoint to continue from, here or in MLflow:{found}")
     return path
+
+
+def _newer_elsewhere(folder: RunFolder, path: Path) -> Path:
+    """Return the checkpoint with which another machine continued the run, else `path`."""
+    uri = folder.identity.tracking_uri
+    if uris.sqlite_path(uri) is not None or lookup.mlflow_id(folder) is None:
+        return path
+    from rankzero.housekeeping import download
+
+    # One that was saved here and is gone was deleted by a person, to continue from an older one.
+    saved = (one.step for one in read_all(folder.events) if isinstance(one, CheckpointSaved))
+    step = max(saved, default=0)
+    try:
+        newer, problems = download.newest_checkpoint(
+            folder, after=max(step, checkpoint_files.read_manifest(path).step)
+        )
+    # A server that is away must not hold up a run whose checkpoint is here.
+    except Exception as error:
+        why = line_without_secrets(f"{type(error).__name__}: {error}")
+        problems, newer = [f"MLflow cannot be asked for a newer checkpoint: {why}"], None
+    for problem in problems:
+        print(f"note: {problem}")
+    if newer is not None:
+        print(f"another machine has continued the run: {newer.name} comes from MLflow")
+    return newer or path

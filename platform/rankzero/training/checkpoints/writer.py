@@ -247,8 +247,11 @@ def unlogged(run_folder: Path, events: Iterable[Event], keep: int, goal: Goal) -
             now, manifest.step, str(path.relative_to(run_folder)), manifest.best, manifest.metrics
         )
         for path, manifest in found.items()
-        # MLflow has a downloaded checkpoint. This disk's attempts continue from it.
-        if path not in logged and manifest.step > min(began, default=manifest.step)
+        # MLflow has a downloaded checkpoint. Those of earlier versions have no such file, and this
+        # disk's attempts continue from them.
+        if path not in logged
+        and not (path / checkpoint_files.DOWNLOADED).exists()
+        and manifest.step > min(began, default=manifest.step)
     ]
     missing = {
         path: Manifest(event.step, event.metrics, event.best, {})
