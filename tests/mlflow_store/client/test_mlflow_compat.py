@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -24,8 +24,9 @@ from rankzero.mlflow_store.client import MlflowRuns, RunRecord, mlflow_compat
 from rankzero.mlflow_store.client.pytorch import save_pytorch
 from rankzero.mlflow_store.uris import TrackingError
 from rankzero.permanent_errors import refusal
-from support.runs import T0, make_folder
+from support.runs import T0, make_folder, saved
 from support.stores import Server
+from torture.proxy import Proxy
 
 CUTS = {
     "within the first header": b"\r\ndat",
@@ -132,6 +133,43 @@ def test_a_run_whose_answer_is_lost_is_not_created_again(
     monkeypatch.setattr(tracker._client, "create_run", noting)
     tracker.open_run(identity, T0)
     assert retries == [0]
+
+
+def test_a_model_or_version_whose_answer_is_lost_is_not_created_again(
+    server: Server, tmp_path: Path
+) -> None:
+    with Proxy(server.uri) as proxy:
+        folder, store = make_folder(tmp_path, proxy.uri), MlflowRuns(proxy.uri)
+        run, event = store.open_run(folder.identity, T0), saved(folder, 5)
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "MLmodel").touch()
+
+        def once_lost(request: bytes, call: Callable[[], Any]) -> Any:
+            proxy.misbehave("close", request)
+            with pytest.raises(Exception, match=r"Connection aborted|Max retries"):
+                call()
+            assert proxy.behave()
+            made.append([one.status for one in store.models.of_run(run)].count("PENDING"))
+            return call()
+
+        made: list[int] = []
+        model = b"POST /api/2.0/mlflow/logged-models "
+        once_lost(
+            model,
+            lambda: store.models.save_checkpoint(
+                run, event, folder.path / event.path, lambda _: []
+            ),
+        )
+        tags = {"rankzero.model": "best", "rankzero.step": "5"}
+        model_id = once_lost(
+            model, lambda: store.models.log_model(run, tmp_path / "model", "best", 5, tags)
+        )
+        name = f"of-{run.run_id}"
+        version = b"/mlflow/model-versions/create "
+        assert once_lost(version, lambda: store.models.register(run, model_id, name)) == 1
+        assert made == [1, 1, 0]
+        assert [one.status for one in store.models.of_run(run)] == ["READY", "READY"]
+        assert len(store._client.search_model_versions(f"name = '{name}'")) == 1
 
 
 @pytest.mark.parametrize("until", [b"\r\nconte", b"\r\n\r\n", b"lr"])

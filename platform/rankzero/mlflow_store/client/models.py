@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel, LoggedModelOutput
@@ -157,7 +158,11 @@ class MlflowModels:
         for version in self._client.search_model_versions(f"run_id = '{run.run_id}'"):
             if (version.name, version.source) == (name, source):
                 return int(version.version)
-        with mlflow_compat.global_tracking_uri(self._uri):
+        # Sent again after a lost answer, it would make a second version.
+        with (
+            mlflow_compat.request_timeout(0, once=True),
+            mlflow_compat.global_tracking_uri(self._uri),
+        ):
             made = self._client.create_model_version(name, source, run.run_id, model_id=model_id)
         return int(made.version)
 
@@ -191,10 +196,9 @@ class MlflowModels:
         files = names(folder)
         if not files:
             raise FileNotFoundError(folder)
-        model = self._client.create_logged_model(
-            run.experiment_id,
+        model = self._create(
+            run,
             name=f"checkpoint-step-{event.step}",
-            source_run_id=run.run_id,
             params={"step": str(event.step)},
             model_type="checkpoint",
             tags={
@@ -215,16 +219,17 @@ class MlflowModels:
     def _upload_model(
         self, run: RunRecord, folder: Path, name: str, tags: Mapping[str, str], kind: str
     ) -> LoggedModel:
-        model = self._client.create_logged_model(
-            run.experiment_id,
-            name=name,
-            source_run_id=run.run_id,
-            tags=dict(tags),
-            model_type=kind,
-        )
+        model = self._create(run, name=name, tags=dict(tags), model_type=kind)
         self._locations.of_model(model).upload_folder(folder)
         self._client.finalize_logged_model(model.model_id, "READY")
         return model
+
+    def _create(self, run: RunRecord, **fields: Any) -> LoggedModel:
+        # Sent again after a lost answer, it would make a second model. The next call looks first.
+        with mlflow_compat.request_timeout(0, once=True):
+            return self._client.create_logged_model(
+                run.experiment_id, source_run_id=run.run_id, **fields
+            )
 
     def _link_output(self, run: RunRecord, model_id: str, step: int) -> None:
         outputs = self._client.get_run(run.run_id).outputs
