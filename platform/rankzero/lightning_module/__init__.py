@@ -50,7 +50,7 @@ def ignored_hooks(experiment: type[Experiment]) -> str:
 def refuse_new(experiment: type[Experiment]) -> None:
     """Raise UserError before a new run whose module defines hooks that nothing calls.
 
-    A run that an older version began goes on as it did.
+    A run that an older version began continues as it did.
     """
     if found := ignored_hooks(experiment):
         raise UserError(found)
