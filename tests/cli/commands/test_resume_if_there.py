@@ -13,10 +13,11 @@ import pytest
 
 from rankzero.cli.commands import resume
 from rankzero.events import RunStarted
-from rankzero.mlflow_store.client import MlflowRuns
-from rankzero.run_store import run_locks
+from rankzero.mlflow_store.client import MlflowRuns, RunRecord
+from rankzero.run_store import checkpoint_files, run_locks
 from rankzero.run_store.attempt import is_written
 from rankzero.run_store.folder import Identity, RunFolder
+from support.checkpoints import save_steps
 from support.commands import (
     TINY,
     Command,
@@ -27,6 +28,7 @@ from support.commands import (
     wait_for_status,
     wait_until,
 )
+from support.runs import make_folder
 from support.stores import Server, mlflow_runs
 
 AGAIN = ("train", TINY, "--name", "again", "--resume-if-there", "train.steps=30")
@@ -97,35 +99,43 @@ def test_a_run_that_returns_to_its_first_machine_continues_from_the_newest_check
     rankzero: Command, server: Server
 ) -> None:
     """Machine A, then B, then A again, without a shared disk."""
-    words = (*AGAIN, "--tracking-uri", server.uri, "--wait-delivery")
+    store = ("--tracking-uri", server.uri, "--experiment-name", "there-and-back")
+    words, slow = (*AGAIN, *store, "--wait-delivery"), "step_seconds=0.3"
     code, output = rankzero(*words, "train.steps=10")
     assert code == 0, output
     runs = rankzero.folder / "mlruns" / "runs"
     wait_until(lambda: not processes_of(rankzero.folder))
     shutil.copytree(runs, rankzero.folder / "disk-of-a")
     shutil.rmtree(runs)
-    code, output = rankzero(*words, "train.steps=20", "step_seconds=0.3")
+    code, output = rankzero(*words, "train.steps=20", slow)
     assert code == 0 and starts(rankzero.runs[0]) == [10], output
     _lose_the_disk(rankzero)
     (rankzero.folder / "disk-of-a").rename(runs)
-    code, output = rankzero(*words, "step_seconds=0.3")
+    code, output = rankzero(*words, slow)
     assert code == 0 and "another machine has continued the run" in output, output
     (folder,) = rankzero.runs
     assert starts(folder) == [0, 20] and max(losses(folder)) == 30
-    store, record = MlflowRuns(server.uri), tracked(folder)
-    for key in record.marks:
-        steps = [point.step for point in store.history(record.run_id, key)]
+    _assert_each_step_once(MlflowRuns(server.uri), tracked(folder))
+
+
+def test_a_server_that_is_away_holds_up_no_resume_of_a_checkpoint_that_is_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder(tmp_path, "http://127.0.0.1:9", mlflow_run_id="run-1")
+    save_steps(folder.path, {3: 0.5})
+    here = checkpoint_files.folder_of(folder.checkpoints, 3)
+    assert resume._newest_checkpoint(folder, False, required=True) == here
+    assert "MLflow cannot be asked for a newer checkpoint" in capsys.readouterr().out
+
+
+def _assert_each_step_once(store: MlflowRuns, run: RunRecord) -> None:
+    for key in run.marks:
+        steps = [point.step for point in store.history(run.run_id, key)]
         assert steps == sorted(set(steps)), key
         if key.startswith(("train/", "system/cpu")):
             assert steps == list(range(steps[0], len(steps) + steps[0])), key
-    assert len({one.step for one in store.models.list_checkpoints(record)}) == len(
-        store.models.list_checkpoints(record)
-    )
-    # Without an answer, the checkpoint of this disk has to do.
-    server.kill()
-    code, output = rankzero("train", *words[1:-1], "train.steps=32")
-    assert "MLflow cannot be asked for a newer checkpoint" in output, output
-    assert starts(folder)[-1] == 30
+    saved = [one.step for one in store.models.list_checkpoints(run)]
+    assert saved == sorted(set(saved))
 
 
 def test_it_waits_for_the_writer_of_another_machine_until_that_counts_as_dead(
