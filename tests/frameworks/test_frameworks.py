@@ -300,6 +300,23 @@ def test_lightnings_logger_and_callback_count_the_same_steps(
         assert list(points["train/loss"].values()) == [2.5, 5.5, 8.5, 11.5]
 
 
+def test_a_run_of_an_older_version_counts_on_with_two_optimizers(tmp_path: Path) -> None:
+    lines = [
+        "def as_before():",
+        "    saved = torch.load('saved/last.ckpt', weights_only=False)",
+        "    del saved['callbacks']['RankZeroCallback']",
+        "    torch.save(saved, 'saved/last.ckpt')",
+        "fit(Two)",
+        "as_before()",
+        # Its checkpoint has 12 batches and 24 steps of optimizers.
+        "fit(Two, 3, ckpt_path='saved/last.ckpt')",
+        "fit(Two, 4, ckpt_path='saved/last.ckpt')",
+    ]
+    found = [one for one in fitted(tmp_path, *lines) if isinstance(one, StepsLogged)]
+    steps = [step for one in found if "train/loss" in one.metrics for step in one.steps]
+    assert steps == [*range(1, 13), *range(25, 37)]
+
+
 def fitted(folder: Path, *lines: str) -> list[object]:
     """Run lines after those above; return the events of the run."""
     needs("lightning")

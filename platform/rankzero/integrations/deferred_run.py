@@ -61,15 +61,16 @@ class DeferredRun:
         self._run.reopen()
         return self._run
 
-    def begin_training(self, step: int = 0) -> TrackedRun:
+    def begin_training(self, step: int = 0, ahead: int = 0) -> TrackedRun:
         """Return the run as `begin` does, for a training that continues from the step.
 
         A second training that begins at step 0 counts on from the steps of the first. Otherwise its
-        metrics would have two values at a step.
+        metrics would have two values at a step. `ahead`: by how much the steps of the run are ahead
+        of those that the framework will count.
         """
         self.end_unreported()
         run = self.begin()
-        self._offset = run.step if self._has_trained and step == 0 else 0
+        self._offset = run.step if self._has_trained and step == 0 else ahead
         self._has_trained = True
         return run
 

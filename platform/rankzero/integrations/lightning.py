@@ -119,6 +119,17 @@ class RankZeroCallback(Callback):
         self._checkpoints = checkpoints
         self._losses: list[Any] = []
         """The losses of the micro-batches of a step that is not finished."""
+        self._ahead = 0
+        """By how much the run's steps are ahead of the batches that stepped."""
+        self._ahead_in_checkpoint: int | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how the run of Lightning's checkpoint counts its steps."""
+        return {"ahead": self._ahead}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Remember how the run of the checkpoint counts, for the training that comes next."""
+        self._ahead_in_checkpoint = state_dict["ahead"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the run, or an attempt of it; none for a trial with `fast_dev_run`."""
@@ -126,8 +137,12 @@ class RankZeroCallback(Callback):
             return
         self._losses.clear()
         self._logger.newest_step, self._logger.trainer = 0, trainer
+        # Older versions counted a step of each optimizer, and kept nothing in the checkpoint.
+        ahead, self._ahead_in_checkpoint = self._ahead_in_checkpoint, None
+        batches = trainer.fit_loop.epoch_loop._batches_that_stepped
+        self._ahead = trainer.global_step - batches if ahead is None else ahead
         if trainer.is_global_zero:
-            self._run.begin_training(trainer.global_step)
+            self._run.begin_training(trainer.global_step, self._ahead)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
