@@ -100,7 +100,7 @@ def not_now(folder: str, problems: Any, delivered: Any) -> None:
 def no_space(folder: str, problems: Any, delivered: Any) -> None:
     """Log the best model on a disk that is full."""
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     best_model._trace_and_log = fail
