@@ -9,6 +9,9 @@ import os
 import re
 from collections.abc import Mapping
 
+SAME_SAMPLES = ("tp", "pp")
+"""Strategies under which all ranks see the same samples."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
@@ -34,6 +37,11 @@ class Ranks:
 def default_count(strategy: str, gpus: int) -> int:
     """Return how many processes a training starts on a machine with `gpus` GPUs by default."""
     return 1 if strategy in ("single", "dp") else max(1, gpus)
+
+
+def shards(strategy: str, processes: int) -> int:
+    """Return the number of parts that the processes of a training divide a batch into."""
+    return 1 if strategy in SAME_SAMPLES else processes
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> Ranks:

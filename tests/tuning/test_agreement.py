@@ -96,6 +96,19 @@ def test_no_trial_has_a_larger_micro_batch_than_the_probe_found_to_fit(study: St
     assert "train.micro_batch=16" in space.warnings()[-1] and own.warnings() == []
 
 
+@pytest.mark.parametrize(("strategy", "found"), [("tp", 64), ("pp", None)])
+def test_a_trial_whose_batch_does_not_fit_accumulates_what_fitted(
+    study: Study, strategy: str, found: int | None
+) -> None:
+    own = override(Mine(), {"train.strategy": strategy, "train.batch_size": 128})
+    space = make_space(own, 2, 0.5, samples=1000)
+    cells = [ProbeResult(64, 64, "fp32", "ok", 64.0, devices=2)]
+    cells += [ProbeResult(128, 128, "fp32", "out of memory", devices=2)]
+    agreed = agree_on_space(study, space, cells, SearchOptions())
+    assert agreed.experiment(agreed.reference_parameters()).train.micro_batch == found
+    assert agreed.experiment({BATCH_INDEX: 0}).train.micro_batch is None, "its batch fits"
+
+
 def test_a_study_of_an_older_version_has_no_settings_of_speed(study: Study) -> None:
     agree_on_space(study, SPACE_OF_MINE, MAP, SearchOptions())
     old = {name: value for name, value in study.facts[SPACE].items() if name != "speed"}

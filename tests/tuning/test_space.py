@@ -367,6 +367,15 @@ def test_other_batches_keep_the_users_micro_batch_as_far_as_it_divides_them() ->
     assert (largest.batch_size, largest.micro_batch) == (768, 12)
 
 
+@pytest.mark.parametrize("strategy", ["tp", "pp"])
+def test_a_micro_batch_is_of_the_whole_batch_where_all_ranks_have_it(strategy: str) -> None:
+    own = override(Plain(), {"train.micro_batch": 64, "train.strategy": strategy})
+    space = make_space(own, 4, 0.5)
+    for size, found in ((32, 32), (128, 64)):
+        index = space.batch_sizes.index(size)
+        assert space.experiment({BATCH_INDEX: index}).train.micro_batch == found
+
+
 def test_a_drawn_micro_batch_divides_the_users_own_batch() -> None:
     space = make_space(searching(train__micro_batch=Integer(8, 64)), 1, 0.5)
     own = {BATCH_INDEX: space.batch_sizes.index(64), FACTOR: 1.0}

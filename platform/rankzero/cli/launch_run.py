@@ -131,7 +131,6 @@ def _with_half_the_micro_batch(plan: LaunchPlan) -> tuple[int, Experiment] | Non
 
     None if the attempt failed for another reason, or if the micro-batch cannot be halved.
     """
-    from rankzero.training import strategies
     from rankzero.training.data.order import micro_batch_size
 
     train, topology = plan.experiment.train, plan.topology
@@ -141,7 +140,7 @@ def _with_half_the_micro_batch(plan: LaunchPlan) -> tuple[int, Experiment] | Non
     # With several machines, only one of them knows why the ranks ended.
     if train.limits.oom == "fail" or not topology.machines.alone or train.strategy == "pp":
         return None
-    size = micro_batch_size(train, strategies.shards(train.strategy, topology.processes))
+    size = micro_batch_size(train, ranks.shards(train.strategy, topology.processes))
     if size % 2:
         return None
     # An evaluation may be what needs the memory.
@@ -256,7 +255,6 @@ def topology_of(
     """Return the processes that the command line asks for. Raises UserError if they cannot run."""
     import torch
 
-    from rankzero.training import strategies
     from rankzero.training.data.order import micro_batch_size
     from rankzero.training.distributed.device import check_gpus
 
@@ -267,7 +265,7 @@ def topology_of(
         raise UserError("--nproc must be at least 1")
     check_gpus(processes)
     for count in range(machines.least, machines.most + 1):
-        micro_batch_size(train, strategies.shards(train.strategy, processes * count))
+        micro_batch_size(train, ranks.shards(train.strategy, processes * count))
     limit = train.limits.hang_minutes
     silence_seconds = None if limit is None else 60 * limit
     return agent.Topology(processes, arguments.max_restarts, machines, silence_seconds)

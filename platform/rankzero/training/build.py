@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rankzero import ranks
 from rankzero.experiment import Experiment
 from rankzero.telemetry.host import core_count
 from rankzero.training import malloc, parameter_counts, rng, strategies
@@ -102,7 +103,7 @@ def _batch_order(
     """Return the order, after a check that all ranks have the same data. Collective."""
     named = {sets.context(group): one for group, one in val_sets.items()}
     sets.check_same(world, "data()", {"training": train_set, **named})
-    shards = strategies.shards(experiment.train.strategy, world.size)
+    shards = ranks.shards(experiment.train.strategy, world.size)
     return sets.batch_order(experiment, world, train_set, shards)
 
 
@@ -111,7 +112,7 @@ def _loader_factory(experiment: Experiment, world: World) -> Callable[[Any], Loa
     return functools.partial(
         stream.make_loader,
         device=world.device,
-        ranks=strategies.shards(train.strategy, world.size),
+        ranks=ranks.shards(train.strategy, world.size),
         seed=train.seed,
         workers=processes.loader_workers(train.workers, world.ranks.local_world_size, core_count()),
         collate=experiment.collate,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rankzero import config
+from rankzero import config, ranks
 from rankzero.config.renamed import with_new_names
 from rankzero.errors import UserError
 from rankzero.redaction.text import settings_without_secrets
@@ -80,7 +80,7 @@ def agree_on_space(
             "precisions": space.precisions,
             "signature": _signature(space, options),
             "speed": dict(space.speed),
-            "micro_batches": _fitting(measured),
+            "micro_batches": _fitting(measured, space.reference.train.strategy),
             "lr_choice": isinstance(space.factors, Choice),
             "devices": space.devices,
             "machines": space.machines,
@@ -95,7 +95,7 @@ def agree_on_space(
     return found
 
 
-def _fitting(measured: Sequence[ProbeResult]) -> dict[str, int]:
+def _fitting(measured: Sequence[ProbeResult], strategy: str) -> dict[str, int]:
     """Return the largest micro-batch that fits, by row of the map, where larger ones do not."""
     fits = dict[str, int]()
     for one in measured:
@@ -106,9 +106,11 @@ def _fitting(measured: Sequence[ProbeResult]) -> dict[str, int]:
     limited = {
         row_name(one.devices, one.precision)
         for one in measured
-        if one.status == "out of memory" or one.micro_batch < one.batch_size // one.devices
+        if one.status == "out of memory"
+        or one.micro_batch < one.batch_size // ranks.shards(strategy, one.devices)
     }
-    return {name: size for name, size in fits.items() if name in limited}
+    # A pipeline does not accumulate: its micro-batches decide how long stages wait for each other.
+    return {name: size for name, size in fits.items() if name in limited and strategy != "pp"}
 
 
 def check_space(study: Study, space: Space, options: SearchOptions) -> Space:

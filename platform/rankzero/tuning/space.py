@@ -18,6 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rankzero import ranks
 from rankzero.config import ConfigError, flatten, override, values
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
@@ -30,7 +31,7 @@ BATCH_INDEX, FACTOR, SPEED = "batch_index", "lr_factor", "speed settings"
 DEVICES = "number of devices"
 """On a CPU, devices are processes. No setting of the user's can have this name."""
 _NO_SETTINGS = (BATCH_INDEX, FACTOR, SPEED, DEVICES)
-_MICRO_BATCH = "train.micro_batch"
+_MICRO_BATCH, _STRATEGY = "train.micro_batch", "train.strategy"
 IN_STEPS = ("train.steps", "train.eval_every", "train.warmup_steps")
 """Settings that count the steps of the user's own batch size."""
 _ROUNDED = (BATCH, *IN_STEPS)
@@ -158,11 +159,12 @@ class Space:
         }
         # The user's micro-batch need not divide another batch, and neither need a drawn one.
         devices = self.devices_of(parameters)
-        share, most = batch_size // devices, drawn.get(_MICRO_BATCH, train.micro_batch)
+        share = batch_size // ranks.shards(drawn.get(_STRATEGY, train.strategy), devices)
+        most = drawn.get(_MICRO_BATCH, train.micro_batch)
         fitting = self.micro_batches.get(row_name(devices, drawn.get(PRECISION, train.precision)))
         most = fitting if fitting and fitting < (most or share) else most
         if (ratio, devices, most) != (1, self.devices[0], train.micro_batch):
-            settings[_MICRO_BATCH] = _dividing(share, most)
+            settings[_MICRO_BATCH] = dividing(share, most)
         if SPEED in parameters:
             settings |= self._speed_settings(batch_size)
         return override(self.reference, settings)
@@ -179,7 +181,7 @@ class Space:
         if _MICRO_BATCH in settings:
             # It was decided for another batch size, and must divide this one.
             share = batch_size // math.lcm(*self.devices)
-            settings[_MICRO_BATCH] = _dividing(share, settings[_MICRO_BATCH])
+            settings[_MICRO_BATCH] = dividing(share, settings[_MICRO_BATCH])
         return settings
 
     def neighbours(self, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -366,7 +368,7 @@ def asked_for(space: Space) -> Space:
     )
 
 
-def _dividing(share: int, most: int | None) -> int | None:
+def dividing(share: int, most: int | None) -> int | None:
     """Return the largest micro-batch up to `most` that divides a device's share of a batch."""
     if most is None:
         return None

@@ -88,6 +88,20 @@ def test_the_micro_batch_is_one_ranks_share() -> None:
     ]
 
 
+def test_each_rank_of_a_tensor_parallel_model_has_the_whole_batch() -> None:
+    cell = grid.next_cell([], SIZES, ("fp32",), 4, "tp")
+    assert cell == Cell(16, 16, "fp32"), "a trial does one forward of everything"
+
+
+def test_a_pipeline_measures_whole_batches_as_far_as_they_fit() -> None:
+    whole = ProbeResult(16, 16, "fp32", "ok", 100.0, 0.01)
+    assert grid.next_cell([whole], SIZES, ("fp32",), 4, "pp") == Cell(32, 32, "fp32")
+    lost = ProbeResult(32, 32, "fp32", "out of memory", memory_limit_bytes=1)
+    assert grid.next_cell([whole, lost], SIZES, ("fp32",), 4, "tp") == Cell(64, 16, "fp32")
+    following = grid.next_cell([whole, lost], SIZES, ("fp32", "bf16"), 4, "pp")
+    assert following == Cell(16, 16, "bf16")
+
+
 def test_the_bound_of_a_cell() -> None:
     assert (
         ProbeResult(1, 1, "fp32", "ok", data_wait_fraction=0.5, communication_fraction=0.3).bound

@@ -14,8 +14,24 @@ from rankzero.training import rng
 from rankzero.training.data import sets
 from rankzero.training.distributed.world import World
 from rankzero.tuning.probe import worker
+from rankzero.tuning.probe.grid import Cell, ProbeResult
 from support.paths import FIXTURES
 from support.training import tiny
+
+
+@pytest.mark.parametrize(("strategy", "size"), [("tp", 8), ("pp", 4)])
+def test_a_pipeline_is_measured_with_the_users_own_micro_batch(
+    monkeypatch: pytest.MonkeyPatch, strategy: str, size: int
+) -> None:
+    found = list[int | None]()
+    measured = ProbeResult(8, 8, "fp32", "ok")
+    monkeypatch.setattr(
+        worker, "_measure", lambda one, *_: found.append(one.train.micro_batch) or measured
+    )
+    experiment = tiny(train__strategy=strategy, train__batch_size=16, train__micro_batch=4)
+    world = World(Ranks(), torch.device("cpu"))
+    worker._measure_or_fail(experiment, (None, None), world, Cell(8, 8, "fp32"), 1.0)
+    assert found == [size]
 
 
 def test_the_data_are_loaded_under_the_seed_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from rankzero import ranks
 from rankzero.experiment import Experiment
-from rankzero.training import rng, strategies
+from rankzero.training import rng
 from rankzero.training.data.batch import map_tensors
 from rankzero.training.distributed.world import World
 from rankzero.training.metrics.peak_flops import peak_flops
@@ -114,7 +115,7 @@ def of(experiment: Experiment, model: nn.Module, world: World, at: Progress) -> 
         measures = [measure]
     return WorkMeter(
         experiment.tokens if counts_tokens else None,
-        strategies.shards(train.strategy, world.size) / world.size,
+        ranks.shards(train.strategy, world.size) / world.size,
         None if peak is None else peak * world.size,
         model,
         measures,

@@ -10,13 +10,12 @@ from torch import nn
 
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment, Train
+from rankzero.ranks import SAME_SAMPLES
 from rankzero.training.data.batch import channels_last
 from rankzero.training.distributed.world import World
 from rankzero.training.strategies.base import Measure, Strategy
 from rankzero.training.strategies.compiled_call import compile_whole
 
-_SAME_SAMPLES = ("tp", "pp")
-"""Strategies under which all ranks see the same samples."""
 _REFUSED = {
     "compile": ("dp", "tp", "pp"),
     "recompute": ("dp", "pp"),
@@ -25,17 +24,12 @@ _REFUSED = {
 """Settings that these strategies do not take."""
 
 
-def shards(name: str, world_size: int) -> int:
-    """Return the number of parts that a batch is divided into."""
-    return 1 if name in _SAME_SAMPLES else world_size
-
-
 def layout(name: str, world_size: int) -> str:
     """Return which random streams the ranks have. Checkpoints record it.
 
     If it is equal before and after a resume, a saved stream belongs to the same rank.
     """
-    return f"{name if name in _SAME_SAMPLES and world_size > 1 else 'data'} x {world_size}"
+    return f"{name if name in SAME_SAMPLES and world_size > 1 else 'data'} x {world_size}"
 
 
 def build(

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from rankzero import ranks
 from rankzero.tuning.space import row_name
 
 Status = Literal["ok", "out of memory", "refused", "failed"]
@@ -89,17 +90,21 @@ def next_cell(
     batch_sizes: Sequence[int],
     precisions: Sequence[str],
     world_size: int,
+    strategy: str = "ddp",
 ) -> Cell | None:
     """Return the next cell that is worth measuring, or None if the map is complete."""
+    shards = ranks.shards(strategy, world_size)
     for precision in precisions:
         found = [one for one in measured if one.precision == precision]
-        if cell := _next_of_precision(found, batch_sizes, precision, world_size):
+        cell = _next_of_precision(found, batch_sizes, precision, shards)
+        # A pipeline divides all of its batch, and does not accumulate.
+        if cell and (strategy != "pp" or cell.micro_batch == cell.batch_size):
             return cell
     return None
 
 
 def _next_of_precision(
-    found: Sequence[ProbeResult], batch_sizes: Sequence[int], precision: str, world_size: int
+    found: Sequence[ProbeResult], batch_sizes: Sequence[int], precision: str, shards: int
 ) -> Cell | None:
     # A cell that crashed would be followed by larger ones that crash as well.
     if found and found[-1].status == "failed":
@@ -115,7 +120,7 @@ def _next_of_precision(
     largest = max((one.batch_size for one in found), default=0)
     batch_size = min((size for size in batch_sizes if size > largest), default=0)
     # With a smaller micro-batch than its share, a rank accumulates.
-    share, fits = batch_size // world_size, _largest_fitting(found)
+    share, fits = batch_size // shards, _largest_fitting(found)
     divisors = (size for size in range(1, share + 1) if share % size == 0)
     micro_batch = max((size for size in divisors if size <= fits), default=0)
     return Cell(batch_size, micro_batch, precision) if micro_batch else None

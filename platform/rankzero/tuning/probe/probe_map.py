@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rankzero import config
+from rankzero import config, ranks
 from rankzero.errors import RunFailed
 from rankzero.experiment import Experiment
 from rankzero.launch import failures
@@ -264,7 +264,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def _key(reference: Experiment, described: ExperimentDescription) -> str:
     """Return a digest of all that a measurement depends on: code, settings, machine, versions."""
-    settings = config.flatten(reference).items()
+    settings, count = config.flatten(reference).items(), described.processes
+    is_divided = ranks.shards(reference.train.strategy, count) == count
     what = (
         described.code,
         described.name,
@@ -277,5 +278,7 @@ def _key(reference: Experiment, described: ExperimentDescription) -> str:
         version("torch"),
         # An older version's map is of one machine.
         *([described.machines] if described.machines > 1 else ()),
+        # An older version divided the batches of these strategies, too.
+        *(() if is_divided else ("whole batches",)),
     )
     return hashlib.sha256(repr(what).encode()).hexdigest()[:16]

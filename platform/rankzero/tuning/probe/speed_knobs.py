@@ -13,6 +13,7 @@ import math
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal
 
+from rankzero import ranks
 from rankzero.confidence import student_t
 from rankzero.experiment import Train
 from rankzero.tuning.probe.grid import Cell, ProbeResult
@@ -99,7 +100,7 @@ def values(knobs: Sequence[str], subject: Subject, knee: ProbeResult) -> list[Va
 
 def _values_of(knob: str, subject: Subject, knee: ProbeResult) -> list[Value]:
     key, train, found = f"train.{knob}", subject.train, list[Any]()
-    share = knee.batch_size // subject.processes
+    share = knee.batch_size // ranks.shards(train.strategy, subject.processes)
     if reason := _refusal(knob, subject, knee):
         return [Value(knob, {}, reason)]
     match knob:

@@ -18,6 +18,7 @@ from rankzero.tuning.probe import grid, speed_knobs
 from rankzero.tuning.probe.grid import Cell, ProbeResult
 from rankzero.tuning.probe.speed_knobs import Subject
 from rankzero.tuning.probe.steady_state import SteadyState
+from rankzero.tuning.space import dividing
 
 if TYPE_CHECKING:
     from rankzero.experiment import Experiment
@@ -64,8 +65,9 @@ class ProbeRequest:
 
     def next_cell(self, measured: Sequence[ProbeResult]) -> Cell | None:
         """Return the next cell to measure, or None if the map is complete."""
-        cells, processes = self.cells(measured), self.subject.processes
-        cell = grid.next_cell(cells, self.batch_sizes, self.precisions, processes)
+        cells, strategy = self.cells(measured), self.subject.train.strategy
+        wanted = self.batch_sizes, self.precisions
+        cell = grid.next_cell(cells, *wanted, self.subject.processes, strategy)
         knee = grid.knee(cells)
         if cell is not None or knee is None:
             return cell
@@ -122,9 +124,11 @@ def _measure_or_fail(
     """Measure a cell; return it as out of memory if a single rank ran out. Collective."""
     import torch
 
+    train, size = experiment.train, cell.micro_batch
     settings = {
         "train.batch_size": cell.batch_size,
-        "train.micro_batch": cell.micro_batch,
+        # A pipeline's trials have the user's own.
+        "train.micro_batch": dividing(size, train.micro_batch) if train.strategy == "pp" else size,
         "train.steps": _ENDLESS,
         "train.precision": cell.precision,
         **cell.settings,

@@ -222,7 +222,6 @@ def _check_processes(
     """Raise UserError unless a trial can have so many processes on each of its machines."""
     import torch
 
-    from rankzero.training import strategies
     from rankzero.training.data.order import micro_batch_size
     from rankzero.training.distributed.device import check_gpus
 
@@ -241,7 +240,7 @@ def _check_processes(
     for count in counts:
         check_gpus(count)
         # Called for its check: it raises if the batch cannot be divided.
-        micro_batch_size(train, strategies.shards(strategy, count * machines))
+        micro_batch_size(train, ranks.shards(strategy, count * machines))
 
 
 def _fast_precisions() -> tuple[str, ...]:
