@@ -9,7 +9,7 @@ import pytest
 
 from rankzero import Experiment
 from rankzero.config import override
-from rankzero.tuning.search import has_changed, how_many_devices
+from rankzero.tuning.search import has_changed, helper_name, how_many_devices
 from rankzero.tuning.space import make_space
 from rankzero.tuning.study import open_study
 from rankzero.tuning.verdict.decide import Candidate
@@ -43,6 +43,13 @@ def test_the_knobs_and_the_machines_decide_on_how_many_devices_the_result_trains
     two = dataclasses.replace(space, devices=(2,), machines=2)
     found = how_many_devices(two, Candidate(0, {}, 32, (), 2), 1)
     assert found == " --nproc 1 --nnodes 2 --rdzv-endpoint HOST:PORT"
+
+
+def test_helpers_with_the_same_process_number_have_runs_of_their_own(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 's.db'}"
+    pods = [open_study(url, "s", sampler="tpe", pruner="none", seed=0) for _ in range(3)]
+    assert len({helper_name(study) for study in pods}) == 3
+    assert all(helper_name(study).startswith("s-helper-") for study in pods)
 
 
 def test_a_study_knows_the_code_that_it_began_with(tmp_path: Path) -> None:

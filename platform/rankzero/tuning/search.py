@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import secrets
 import shlex
 import time
@@ -256,7 +255,7 @@ def _help(setup: SearchSetup, study: Study) -> SearchOutcome:
     same = parent["tracking_uri"] == url_without_secrets(setup.identity.tracking_uri)
     identity = dataclasses.replace(
         setup.identity,
-        name=f"{study.name}-helper-{os.getpid()}",
+        name=helper_name(study),
         uuid=secrets.token_hex(16),
         parent_uuid=parent["uuid"] if same else None,
     )
@@ -271,6 +270,12 @@ def _help(setup: SearchSetup, study: Study) -> SearchOutcome:
         text = f"Helped with {len(own)} trials of {study.name}. {gone if is_leaderless else end}."
         run.finish(text, {})
     return SearchOutcome(text, run.folder, "", is_leaderless)
+
+
+def helper_name(study: Study) -> str:
+    """Return the name of the run of this process's part, which no other helper has."""
+    # Each container numbers its processes from 1, so their numbers are equal.
+    return f"{study.name}-helper-{study.members.own_name[-6:]}"
 
 
 def _open_run(setup: SearchSetup, identity: Identity) -> AbstractContextManager[StudyRun]:
