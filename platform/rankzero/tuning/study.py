@@ -39,6 +39,7 @@ from rankzero.tuning.trial import State, Trial, Trials
 # that, a warm-up or a large batch's few first steps say little.
 RUNGS, FIRST_RUNG = 12, 3
 _STARTUP_TRIALS = 6  # drawn at random, or given, before the sampler's model is used
+_LARGEST_SEED = 0xFFFFFFFF  # of NumPy's random numbers, which samplers draw with
 _GRID_POINTS = 5  # of a range that is not a list
 _DRAWING_SECONDS = 60.0  # at most, from a trial's creation until its owner's name is stored
 OWNER = "owner"
@@ -82,6 +83,7 @@ class Study:
             with contextlib.suppress(UpdateFinishedTrialError):
                 if parameters is None:
                     seed = self._seed + len(self.known) - len(self.known.abandoned)
+                    seed &= _LARGEST_SEED
                     self._study.sampler = _make_sampler(self._sampler, seed, self._distributions)
                 else:
                     self._study.sampler = _fixed(_as_stored(dict(parameters)))
