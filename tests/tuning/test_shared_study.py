@@ -116,6 +116,21 @@ def test_a_live_process_taken_for_dead_continues_and_its_trial_is_abandoned(
     assert study.ask()[0] == number + 1
 
 
+def test_a_trial_that_ends_while_its_owner_leaves_is_not_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study, helper = opened(tmp_path), opened(tmp_path)
+    number, _ = helper.ask()
+
+    def leaves(_: object) -> bool:
+        helper.tell(number, "COMPLETE", 1.0, {}, {})
+        return False
+
+    monkeypatch.setattr(study, "_may_have_owner", leaves)
+    assert study.recover() == [] == study.abandoned
+    assert study.trials()[number].state == "COMPLETE" and counted(study) == [number]
+
+
 def test_a_trial_without_an_owner_is_abandoned_by_the_readers_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -169,13 +169,16 @@ class Study:
         """Abandon the trials of dead processes; return their numbers."""
         running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         others = [trial for trial in running if trial.number not in self._open]
-        dead = [trial.number for trial in others if not self._may_have_owner(trial)]
-        for number in dead:
+        found = list[int]()
+        for number in [trial.number for trial in others if not self._may_have_owner(trial)]:
             # Another process may recover the same trial at this moment.
             with contextlib.suppress(UpdateFinishedTrialError):
                 self._study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
-            self.abandon(number)
-        return dead
+            # The owner may have ended its trial just before it left. Then it has a result.
+            if self._study.get_trials(deepcopy=False)[number].state is TrialState.FAIL:
+                self.abandon(number)
+                found.append(number)
+        return found
 
     def _may_have_owner(self, trial: optuna.trial.FrozenTrial) -> bool:
         if OWNER in trial.user_attrs:
