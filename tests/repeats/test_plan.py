@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rankzero.errors import UserError
-from rankzero.repeats.plan import file_of, make_plan, stored
+from rankzero.repeats.plan import file_of, make_plan, run_names, stored
 from support.runs import make_folder
 
 
@@ -62,6 +62,24 @@ def test_seeds(over: list[str], seeds: str | None, found: tuple[int, ...]) -> No
 def test_mistakes(over: list[str], seeds: str | None, says: str) -> None:
     with pytest.raises(UserError, match=says):
         make_plan(over, seeds, 0, None)
+
+
+def test_runs_with_long_values_have_names_of_their_own() -> None:
+    values = [f"sentence-transformers/paraphrase-multilingual-mpnet-base-v2-{n}" for n in (1, 2)]
+    plan = make_plan([f"backbone={','.join(values)}", "data=/datasets/imagenet/train-a"], "3", 0, 2)
+    found = [one.name("r") for one in plan]
+    assert len(set(found)) == 6 and all(len(name) <= 82 for name in found)
+    assert [name.rpartition("-")[2] for name in found[::2]] == ["seed0", "seed1", "seed2"]
+
+
+def test_runs_of_an_older_version_keep_their_names(tmp_path: Path) -> None:
+    folder, plan = make_folder(tmp_path), make_plan([f"data={'x' * 99}"], "3,", 0, None)
+    cut = f"{folder.path.name}-data{'x' * 76}"
+    file_of(folder).parent.mkdir()
+    rows = [{"run": cut, **one.settings, "status": "FINISHED"} for one in plan]
+    file_of(folder).write_text(json.dumps({**dataclasses.asdict(plan), "runs": rows}))
+    found = run_names(plan.extended({}, (4,), None), folder)
+    assert found[0] == cut and found[1].endswith("-seed4")
 
 
 def test_a_continued_repeat_gets_further_runs_and_loses_none() -> None:

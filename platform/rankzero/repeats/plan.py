@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +40,14 @@ class Repetition:
     def name(self, parent: str) -> str:
         """Return the name of its run: ``<parent>-fold0-seed1``."""
         parts = [key.rpartition(".")[2] + value for key, value in self.values]
-        return f"{parent}-{names.made_plain('-'.join([*parts, f'seed{self.seed}']))}"
+        text, most = "-".join([*parts, f"seed{self.seed}"]), names.MAX_STEM_BYTES
+        plain = names.made_plain(text)
+        if len(names.made_plain(text, most + 4)) > len(plain):
+            # The seed would be cut off, or what differs between two values.
+            digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:6]
+            end = f"-{digest}-seed{self.seed}"
+            plain = names.made_plain(text, most - len(end)) + end
+        return f"{parent}-{plain}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +138,18 @@ def _seeds(text: str) -> tuple[int, ...]:
 def file_of(folder: RunFolder) -> Path:
     """Return the file with the plan and the results of a repeat, which MLflow gets, too."""
     return folder.artifacts / "repeat.json"
+
+
+def run_names(plan: Plan, folder: RunFolder) -> list[str]:
+    """Return the names of the runs of a repeat, in order. Runs that it has keep theirs."""
+    path, known = file_of(folder), list[dict[str, Any]]()
+    if path.exists():
+        known = json.loads(path.read_text(encoding="utf-8")).get("runs", [])
+    # An older version cut long names in another way.
+    kept = {tuple(row.get(key) for key in [*plan.over, SEED]): row["run"] for row in known}
+    keys = [tuple(one.settings.values()) for one in plan]
+    new = [one.name(folder.path.name) for one in plan]
+    return [kept.get(key, name) for key, name in zip(keys, new, strict=True)]
 
 
 def stored(folder: RunFolder) -> Plan | None:

@@ -10,7 +10,8 @@ from rankzero.errors import UserError
 _MAX_BYTES = 200
 # Other names are derived from it, such as those of a study's trials.
 _MAX_GIVEN_BYTES = 160
-_MAX_STEM_BYTES = 80
+MAX_STEM_BYTES = 80
+"""Of the name that is made of a text."""
 # MLflow's limit.
 _MAX_EXPERIMENT = 500
 _PLAIN = re.compile(r"[A-Za-z0-9][\w.\-]*")
@@ -40,9 +41,9 @@ def checked_run(name: str) -> str:
     return name
 
 
-def made_plain(text: str) -> str:
-    """Return the beginning of a run's name for any text."""
-    stem = _bytes(_NOT_PLAIN.sub("-", text).lstrip("-._"))[:_MAX_STEM_BYTES]
+def made_plain(text: str, most: int = MAX_STEM_BYTES) -> str:
+    """Return the beginning of a run's name for any text, of at most so many bytes of it."""
+    stem = _bytes(_NOT_PLAIN.sub("-", text).lstrip("-._"))[:most]
     plain = stem.decode("utf-8", "ignore")
     return plain if is_plain(plain) else f"run-{plain}".rstrip("-")
 

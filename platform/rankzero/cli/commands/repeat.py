@@ -135,7 +135,7 @@ def _train(
 ) -> list[RunResult]:
     """Train each run that has not finished, one after the other; return all results."""
     parent, runs = study.folder, study.folder.path.parent
-    folders = [RunFolder(runs / one.name(parent.path.name)) for one, _, _ in parts]
+    folders = [RunFolder(runs / name) for name in plans.run_names(plan, parent)]
     found = [results.read(one, folder) for (one, _, _), folder in zip(parts, folders, strict=True)]
     _write(study, plan, found)
     for number, (one, experiment, topology) in enumerate(parts):
