@@ -313,7 +313,13 @@ def test_trials_side_by_side_divide_a_containers_quota(monkeypatch: pytest.Monke
     monkeypatch.setattr(search, "usable_cores", lambda: list(range(16)))
     monkeypatch.setattr(search, "core_count", lambda: 4)
     assert search.run(argparse.Namespace(parallel=2, slurm=False, ray=None)) == 0
-    assert found == [None, Share(cores=(0, 1)), Share(cores=(2, 3))]
+    cores = [one.cores or () for one in found if one]
+    assert [len(one) for one in cores] == [2, 2] and not set(cores[0]) & set(cores[1])
+    # Two containers of one machine see the same cores.
+    assert len({tuple(search.own_cores(f"pod-{number}")) for number in range(4)}) == 4
+    assert all(len(set(search.own_cores(f"pod-{number}"))) == 4 for number in range(4))
+    monkeypatch.setattr(search, "core_count", lambda: 16)
+    assert search.own_cores("pod-1") == list(range(16))
 
 
 def at_once(folders: list[Path]) -> int:

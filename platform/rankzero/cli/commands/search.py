@@ -11,7 +11,9 @@ import json
 import math
 import os
 import shlex
+import socket
 import sys
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -132,11 +134,21 @@ def run(arguments: argparse.Namespace) -> int:
         # The first host has the whole machine. Each trial needs a host on its own share.
         hosts.remove(first)
         first.close()
-        # A container's quota is divided, too, and not only the cores that it sees.
-        cores = usable_cores()[: core_count()]
+        cores = own_cores(socket.gethostname())
         found = shares(arguments.parallel, max(space.devices), described.gpus, cores, os.environ)
         hosts += [_make_host(arguments, share) for share in found]
         return _search(arguments, chosen, hosts, described, space)
+
+
+def own_cores(host: str) -> list[int]:
+    """Return the cores that trials side by side divide. `host`: the name of this container.
+
+    A container's quota is divided, too, and not only the cores that it sees.
+    """
+    cores, count = usable_cores(), core_count()
+    # All containers of a machine see the same cores, so each begins at another one.
+    first = zlib.crc32(host.encode()) % len(cores) if count < len(cores) else 0
+    return [*cores[first:], *cores[:first]][:count]
 
 
 def host(arguments: argparse.Namespace, processes: int | None = None) -> contextlib.closing[Host]:
