@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -104,6 +106,26 @@ def test_a_lack_of_memory_is_kept_if_the_device_has_a_limit() -> None:
     without = ProbeResult(*size, "out of memory")
     assert not grid.is_lasting(without) and not grid.is_lasting(ProbeResult(*size, "refused"))
     assert grid.is_lasting(dataclasses.replace(without, memory_limit_bytes=1))
+
+
+def test_one_search_at_a_time_measures_a_map(tmp_path: Path) -> None:
+    second, told = MeasuringHost(), list[str]()
+
+    class Meanwhile(MeasuringHost):
+        def run(self, *given: Any) -> None:
+            if not self.measured:
+                thread.start()
+                # The second either waits, or has ended.
+                while thread.is_alive() and not told:
+                    time.sleep(0.01)
+            super().run(*given)
+
+    thread = threading.Thread(target=measured_with, args=(second, tmp_path, told))
+    first = Meanwhile()
+    measured_with(first, tmp_path, [])
+    thread.join()
+    assert first.measured and not second.measured
+    assert told == ["probe  another search measures this map: waiting"]
 
 
 @pytest.mark.parametrize(("losses", "failures"), [(1, 0), (2, 1)])

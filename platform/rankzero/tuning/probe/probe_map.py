@@ -12,9 +12,10 @@ import functools
 import hashlib
 import json
 import math
+import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from rankzero.experiment import Experiment
 from rankzero.launch import failures
 from rankzero.launch.agent import Topology
 from rankzero.launch.failures import Failure, FailureKind
+from rankzero.run_store.lock_files import open_lock, try_lock
 from rankzero.tuning.knobs import subject_of
 from rankzero.tuning.probe import grid, speed_knobs, worker
 from rankzero.tuning.probe.grid import ProbeResult
@@ -131,13 +133,8 @@ def _measure_on(
         results=root / "probes" / f"{_key(space.reference, described)}.jsonl",
     )
     request.results.parent.mkdir(parents=True, exist_ok=True)
-    # Each pass ends with the map, or with a cell that ended the processes.
-    earlier = lines = len(_lines(request.results))
-    before, known = -1, _read(request.results, earlier)
-    while before < lines and request.next_cell(known) is not None:
-        measure_once(dataclasses.replace(request, known=tuple(known)))
-        before, lines = lines, len(_lines(request.results))
-        known = _read(request.results, earlier)
+    with _alone(request.results, notify):
+        known = _complete(request, measure_once)
     cells = request.cells(known)
     if (knee := grid.knee(cells)) is None:
         # All cells fail for the same reason then, such as an error in the user's code.
@@ -150,6 +147,33 @@ def _measure_on(
         name, gain, interval, decision = effect.row()
         notify(f"knob   {name:20} {gain:>8}  {interval and f'({interval})'}  {decision}")
     return Probe(cells, effects)
+
+
+@contextlib.contextmanager
+def _alone(results: Path, notify: Callable[[str], None]) -> Iterator[None]:
+    """Let one search at a time into the block: another one's lines look like lost cells."""
+    descriptor = open_lock(results.with_suffix(".lock"))
+    try:
+        if not try_lock(descriptor):
+            notify("probe  another search measures this map: waiting")
+            try_lock(descriptor, seconds=math.inf)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _complete(
+    request: ProbeRequest, measure_once: Callable[[ProbeRequest], None]
+) -> list[ProbeResult]:
+    """Measure until no cell is left; return all measurements that hold."""
+    # Each pass ends with the map, or with a cell that ended the processes.
+    earlier = lines = len(_lines(request.results))
+    before, known = -1, _read(request.results, earlier)
+    while before < lines and request.next_cell(known) is not None:
+        measure_once(dataclasses.replace(request, known=tuple(known)))
+        before, lines = lines, len(_lines(request.results))
+        known = _read(request.results, earlier)
+    return known
 
 
 def _measure_once(
