@@ -160,7 +160,7 @@ def _lead(
 ) -> SearchOutcome:
     with _open_run(setup, _identity(setup, study)) as run:
         began = time.monotonic()
-        probe = _probe(setup, run) if setup.probes else Probe()
+        probe = _probe(setup, study, run) if setup.probes else Probe()
         measured, speed = probe.cells, speed_knobs.decided(probe.effects)
         space = agree_on_space(study, setup.space, measured, setup.options, speed)
         # The folder may hold an earlier attempt's identity, which stays.
@@ -228,7 +228,7 @@ def _identity(setup: SearchSetup, study: Study) -> Identity:
     return setup.identity
 
 
-def _probe(setup: SearchSetup, run: StudyRun) -> Probe:
+def _probe(setup: SearchSetup, study: Study, run: StudyRun) -> Probe:
     probe = probe_map.measure(
         setup.space,
         setup.described,
@@ -237,6 +237,8 @@ def _probe(setup: SearchSetup, run: StudyRun) -> Probe:
         setup.hosts[0],
         setup.notify,
         setup.options.silence_seconds,
+        # A study that has its space does not use what another measurement would show.
+        retries=SPACE not in study.facts,
     )
     run.write_probe(probe.cells, probe.effects)
     return probe

@@ -13,6 +13,8 @@ import pytest
 
 from rankzero.errors import RunFailed
 from rankzero.experiment import Experiment
+from rankzero.launch import failures
+from rankzero.launch.failures import Failure, FailureKind
 from rankzero.tuning.probe import grid, probe_map
 from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.probe.worker import ProbeRequest
@@ -99,6 +101,65 @@ def test_a_later_command_measures_failed_cells_again_and_no_others(tmp_path: Pat
     assert {one.status for one in whole} == {"ok"} and len(host.measured) == len(whole)
     again = MeasuringHost()
     assert measured_with(again, tmp_path, []) == whole and not again.measured
+
+
+class FullHost(MeasuringHost):
+    """On several GPUs: the largest batch runs out of memory, and that ends its processes."""
+
+    def __init__(self, kind: FailureKind) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def run(self, _entry: object, _topology: object, request: ProbeRequest, *_: Path) -> None:
+        known = list(request.known)
+        while cell := request.next_cell(known):
+            fields = dataclasses.asdict(cell)
+            request.append({"begun": fields})
+            self.measured.append((cell.batch_size, cell.precision))
+            if cell.batch_size == max(SPACE.batch_sizes):
+                failure = Failure(time.time(), 0, "full", "", self.kind)
+                failures.write(failure, request.failures)
+                return
+            speed, limit = float(cell.batch_size), 2**30
+            known.append(
+                ProbeResult(
+                    **fields, status="ok", samples_per_second=speed, memory_limit_bytes=limit
+                )
+            )
+            request.append(dataclasses.asdict(known[-1]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "again"),
+    [
+        (FailureKind.OUT_OF_MEMORY, []),
+        (FailureKind.OUT_OF_HOST_MEMORY, ["fp32", "bf16"]),
+    ],
+)
+def test_a_lack_of_a_gpus_memory_that_ended_the_processes_is_kept(
+    tmp_path: Path, kind: FailureKind, again: list[str]
+) -> None:
+    whole = measured_with(FullHost(kind), tmp_path, [])
+    assert {one.status for one in whole} == {"ok", "out of memory"}
+    later = FullHost(kind)
+    measured_with(later, tmp_path, [])
+    assert [precision for _, precision in later.measured] == again
+
+
+def test_a_study_that_has_its_space_measures_no_failed_cell_again(tmp_path: Path) -> None:
+    def resumed() -> list[tuple[int, str]]:
+        host = MeasuringHost()
+        given = SPACE, DESCRIBED, "", tmp_path, cast("Any", host), lambda _: None, 0.0
+        probe_map.measure(*given, retries=False)
+        return host.measured
+
+    with pytest.raises(RunFailed):
+        measured_with(HangingHost(), tmp_path, [])
+    assert resumed(), "a map without a speed is of no use"
+    for path in tmp_path.glob("probes/*.jsonl"):
+        path.unlink()
+    measured_with(MeasuringHost(losses=2), tmp_path, [])
+    assert resumed() == []
 
 
 def test_a_lack_of_memory_is_kept_if_the_device_has_a_limit() -> None:

@@ -1,7 +1,7 @@
 """The probe map: speed and memory of batch size x precision, and the effects of knobs at its knee.
 
-Each cell is measured once and kept; one that failed is measured again by the next command. Each
-number of devices has a map; knobs are measured on most.
+Each cell is measured once and kept; one that failed is measured again by the next command that
+begins a search. Each number of devices has a map; knobs are measured on most.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ def measure(
     host: Host,
     notify: Callable[[str], None],
     silence_seconds: float,
+    *,
+    retries: bool = True,
 ) -> Probe:
     """Measure what is not known yet; return the map, and what knobs do at its knee.
 
@@ -92,7 +94,8 @@ def measure(
     is killed, and counts as failed. The map has the space's batch sizes from half of
     the user's own, and all precisions. `root`: the folder of the embedded store. Results are kept
     below it for the next search. On most devices, a step waits longest for data and gradients: a
-    search decides the knobs of speed there, for all numbers of devices.
+    search decides the knobs of speed there, for all numbers of devices. `retries`: whether cells
+    that failed in earlier commands are measured again. They are if the map is of no use without.
     """
     found = Probe()
     for count in space.devices:
@@ -107,6 +110,7 @@ def measure(
             root,
             functools.partial(_measure_once, host, notify, silence_seconds),
             notify,
+            retries,
         )
         found.cells.extend(dataclasses.replace(cell, devices=count) for cell in probe.cells)
         found.effects.extend(probe.effects)
@@ -120,6 +124,7 @@ def _measure_on(
     root: Path,
     measure_once: Callable[[ProbeRequest], None],
     notify: Callable[[str], None],
+    retries: bool,
 ) -> Probe:
     """Measure on the described number of processes."""
     train = space.reference.train
@@ -134,7 +139,7 @@ def _measure_on(
     )
     request.results.parent.mkdir(parents=True, exist_ok=True)
     with _alone(request.results, notify):
-        known = _complete(request, measure_once)
+        known = _complete(request, measure_once, retries)
     cells = request.cells(known)
     if (knee := grid.knee(cells)) is None:
         # All cells fail for the same reason then, such as an error in the user's code.
@@ -163,11 +168,13 @@ def _alone(results: Path, notify: Callable[[str], None]) -> Iterator[None]:
 
 
 def _complete(
-    request: ProbeRequest, measure_once: Callable[[ProbeRequest], None]
+    request: ProbeRequest, measure_once: Callable[[ProbeRequest], None], retries: bool
 ) -> list[ProbeResult]:
     """Measure until no cell is left; return all measurements that hold."""
+    is_of_use = grid.knee(request.cells(_read(request.results, 0))) is not None
     # Each pass ends with the map, or with a cell that ended the processes.
-    earlier = lines = len(_lines(request.results))
+    lines = len(_lines(request.results))
+    earlier = lines if retries or not is_of_use else 0
     before, known = -1, _read(request.results, earlier)
     while before < lines and request.next_cell(known) is not None:
         measure_once(dataclasses.replace(request, known=tuple(known)))
@@ -222,7 +229,12 @@ def _record_lost(
     status = _STATUS.get(first.kind, "failed") if first else "failed"
     # An error of a compiler has many lines.
     reason = first.reason.partition("\n")[0] if first else "its processes wrote no reason"
-    lost = {**begun, "status": status, "reason": reason}
+    limit = None
+    if first and first.kind is FailureKind.OUT_OF_MEMORY:
+        # The processes have ended. Other cells of the map are of the same device.
+        known = (one.memory_limit_bytes for one in _read(request.results, 0))
+        limit = next(filter(None, known), None)
+    lost = {**begun, "status": status, "reason": reason, "memory_limit_bytes": limit}
     request.append(lost)
     notify(_line(grid.parse(lost)))
 
