@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import multiprocessing
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -121,3 +123,29 @@ def test_the_code_is_that_of_the_file_and_of_the_modules_beside_it(
     second = code()
     file.write_text(f"{file.read_text()}\n")
     assert len({first, second, code()}) == 3
+
+
+def test_what_data_import_to_prepare_a_file_is_no_change_of_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    file, cache = tmp_path / "with_cache.py", tmp_path / "cache"
+    (tmp_path / "prepare_cache.py").write_text("")
+    prepares = f"""
+        from pathlib import Path
+        if not Path({str(cache)!r}).exists():
+            import prepare_cache
+        train = samples"""
+    file.write_text(
+        (FIXTURES / "tiny.py").read_text().replace("\n        train = samples", prepares)
+    )
+    first = describe._described(f"{file}:Tiny", {}, 1, 1).code
+    # Each description has a process of its own.
+    monkeypatch.delitem(sys.modules, "prepare_cache")
+    cache.touch()
+    assert describe._described(f"{file}:Tiny", {}, 1, 1).code == first
+
+
+def test_modules_of_python_below_the_folder_are_no_code_of_the_user() -> None:
+    nothing = hashlib.sha256().hexdigest()[:16]
+    assert describe._digest_of_code(Path(sysconfig.get_path("stdlib"))) == nothing

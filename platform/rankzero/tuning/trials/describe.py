@@ -15,6 +15,7 @@ import multiprocessing
 import platform
 import re
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -65,7 +66,8 @@ class ExperimentDescription:
     processor: str = ""
     """The model of the machine's processor, which trains if there are no GPUs."""
     code: str = ""
-    """A digest of the experiment's file and of the modules in its folder that it has imported."""
+    """A digest of the experiment's file, and of what it has imported from its folder before its
+    data are made."""
 
 
 def describe(
@@ -174,7 +176,10 @@ def _described(
         processes = ranks.default_count(strategy, gpus // parallel)
     cores = max(1, core_count() // parallel)
     _check_processes(experiment.train, (processes, *more), parallel, cores, machines)
-    model, (data, validation) = experiment.model(), experiment.data()
+    model = experiment.model()
+    # A model may import more. Data may, too, but often only where a prepared file is missing.
+    code = _digest_of_code(experiment_file.split(reference)[0].parent)
+    data, validation = experiment.data()
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     made = experiment.optimizer(model)
     optimizer = type(next(iter(made.values())) if isinstance(made, Mapping) else made).__name__
@@ -199,19 +204,21 @@ def _described(
         images=any(parameter.dim() == 4 for parameter in model.parameters()),
         batch_norm=any(isinstance(part, norms) for part in model.modules()),
         processor="" if torch.cuda.is_available() else processor,
-        # Last: a model and data may import more.
-        code=_digest_of_code(experiment_file.split(reference)[0].parent),
+        code=code,
     )
 
 
 def _digest_of_code(folder: Path) -> str:
+    # Python may lie below the folder, and imports its own modules when they are needed.
+    python = sysconfig.get_path("stdlib")
     files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
     own = (Path(file) for file in files if file.endswith(".py"))
     names = sorted(one.relative_to(folder) for one in own if one.is_relative_to(folder))
     digest = hashlib.sha256()
     for name in names:
         # A virtual environment may lie next to the file, too, and a module in an archive.
-        if "site-packages" not in name.parts and (folder / name).is_file():
+        is_own = "site-packages" not in name.parts and not (folder / name).is_relative_to(python)
+        if is_own and (folder / name).is_file():
             digest.update(repr((name.as_posix(), (folder / name).read_bytes())).encode())
     return digest.hexdigest()[:16]
 
