@@ -367,6 +367,7 @@ def _report(
     for name, columns, rows in devices.tables():
         run.write_table(name, columns, rows)
     tables = [texts_markdown(columns, rows) for _, columns, rows in devices.tables()]
+    run.log_trials(trials)
     run.write_trials(trials)
     run.write("sweet_spot.yaml", sweet_spot_yaml(space.experiment(chosen), text, setup.use))
     # For `rankzero report`, which reads the study alone.

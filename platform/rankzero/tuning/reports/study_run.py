@@ -89,8 +89,12 @@ class StudyRun:
             log.close(finished=run._status == "FINISHED")
 
     def log_trials(self, trials: Trials) -> None:
-        """Log the trials that ended since the last call. The step is a trial's number."""
-        for number in trials.ended[self._logged :]:
+        """Log the trials that ended since the last call. The step is a trial's number.
+
+        A trial that runs holds back those after it: a resumed run has no points at earlier steps.
+        """
+        ended = min(trials.open, default=len(trials))
+        for number in range(self._logged, ended):
             facts = trials[number].facts
             metrics = {
                 "search/value": trials[number].value,
@@ -99,7 +103,7 @@ class StudyRun:
                 "search/samples_per_second": facts.get("samples_per_second"),
             }
             self.log_metrics(number, metrics)
-        self._logged = len(trials.ended)
+        self._logged = max(self._logged, ended)
 
     def finish(
         self, reason: str, summary: Mapping[str, float | None], status: Status = "FINISHED"

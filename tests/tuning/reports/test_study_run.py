@@ -1,0 +1,56 @@
+"""The run of a study: its curves."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from rankzero.events import Event, StepsLogged
+from rankzero.tuning.reports.study_run import StudyRun
+from rankzero.tuning.trial import State, Trial, Trials
+
+
+class Log:
+    """Keeps the steps that a run logs."""
+
+    folder = None
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def __call__(self, event: Event) -> None:
+        assert isinstance(event, StepsLogged)
+        self.steps += event.steps
+
+    def flush(self) -> None:
+        pass
+
+
+def trial(number: int, state: State = "COMPLETE") -> Trial:
+    return Trial(number, state, {"lr_factor": 1.0 + number}, 1.0, {}, {})
+
+
+def logged(*calls: Trials) -> list[int]:
+    log = Log()
+    run = StudyRun(cast("Any", log), {})
+    for trials in calls:
+        run.log_trials(trials)
+    return log.steps
+
+
+def test_a_helpers_trial_is_in_the_curve_after_the_leader_has_resumed() -> None:
+    trials = Trials([trial(0), trial(1, "RUNNING"), trial(2)])
+    before = logged(trials)
+    # A resumed run delivers only the steps after those of its earlier attempts.
+    trials.put(trial(1))
+    assert before + [step for step in logged(trials) if step > max(before)] == [0, 1, 2]
+
+
+def test_each_trial_is_logged_once() -> None:
+    trials = Trials([trial(0), trial(1, "RUNNING"), trial(2)])
+    assert logged(trials, trials) == [0]
+    log = Log()
+    run = StudyRun(cast("Any", log), {})
+    for number in range(3):
+        run.log_trials(trials)
+        trials.put(trial(1) if number == 0 else trial(number + 2))
+    assert log.steps == [0, 1, 2, 3]
