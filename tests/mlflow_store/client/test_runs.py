@@ -455,3 +455,29 @@ def test_a_process_that_dies_while_creating_tables_leaves_a_usable_store(
     assert died.returncode == 9
     assert MlflowRuns(uri)._client.search_experiments()
     assert not list(tmp_path.glob(".setup-*"))
+
+
+def test_a_replaced_best_model_that_is_registered_in_any_way_stays(
+    tracker: MlflowRuns, run: RunRecord, folder: RunFolder
+) -> None:
+    def log(step: int) -> str:
+        tags = {"rankzero.step": str(step), "rankzero.model": "best"}
+        return tracker.models.log_model(run, folder.path, "best_model", step, tags)
+
+    client = tracker._client
+    # As MLflow's page registers a model.
+    button = log(1)
+    client.create_registered_model("button")
+    location = client.get_logged_model(button).artifact_location
+    client.create_model_version("button", location, run.run_id, model_id=button)
+    # As a model is promoted, and the version before is deleted.
+    copied = log(2)
+    tracker.models.register(run, copied, "staging")
+    client.copy_model_version("models:/staging/1", "production")
+    client.delete_model_version("staging", "1")
+    other = log(3)
+    for model in (button, copied, other):
+        tracker.models.retire(model)
+    tags = {one.model_id: one.tags["rankzero.model"] for one in tracker.models.of_run(run)}
+    assert tags == {button: "former", copied: "former"}
+    tracker.models.retire(other)

@@ -61,16 +61,7 @@ class MlflowDeletion:
         """Return the versions in the model registry that a run's files are the source of."""
         run = self._record(run_id)
         ids = {run_id} | ({model.model_id for model in self._models.of_run(run)} if run else set())
-        found, token = [], None
-        while True:
-            page = self._client.search_model_versions(page_token=token)
-            for version in page:
-                source = (str(version.run_id), *str(version.source).split("/"))
-                if not ids.isdisjoint(source):
-                    found.append(f"{version.name}/{version.version}")
-            token = page.token
-            if not token:
-                return found
+        return [f"{one.name}/{one.version}" for one in self._models.versions(ids)]
 
     def places(self, run_id: str) -> list[Path]:
         """Return the folders of this machine that have the files of a run and its models."""

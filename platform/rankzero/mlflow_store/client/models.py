@@ -8,6 +8,7 @@ from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel, LoggedModelOutput
+from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from rankzero.events import CheckpointSaved
@@ -72,11 +73,7 @@ class MlflowModels:
 
         Raises NeverAccepted, and deletes nothing, if a model's bytes cannot be where MLflow says.
         """
-        try:
-            model = self._client.get_logged_model(model_id)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
+        if (model := self._found(model_id)) is None:
             return
         # MLflow's own deletion hides a model and keeps its bytes.
         self._locations.of_model(model).delete()
@@ -88,10 +85,29 @@ class MlflowModels:
         A registered one stays, and its tag says that it is a former one: the registry's versions
         have no files of their own.
         """
-        if self._client.search_model_versions(f"source_path = 'models:/{model_id}'"):
+        if (model := self._found(model_id)) is None:
+            return
+        versions = self.versions({model_id, str(model.source_run_id)})
+        if any(self._is_source(model, version) for version in versions):
             self._client.set_logged_model_tags(model_id, {"rankzero.model": "former"})
         else:
             self.delete_checkpoint(model_id)
+
+    def versions(self, ids: set[str]) -> list[ModelVersion]:
+        """Return the registry's versions whose run or source is one of `ids`, runs or models."""
+        found: list[ModelVersion] = []
+        token: str | None = None
+        while True:
+            # A version that somebody registered may name no run, so no filter finds all.
+            page = self._client.search_model_versions(page_token=token)
+            found += (
+                version
+                for version in page
+                if not ids.isdisjoint((str(version.run_id), *str(version.source).split("/")))
+            )
+            token = page.token
+            if not token:
+                return found
 
     def download_checkpoint(self, model_id: str, destination: Path) -> Path:
         """Download the checkpoint's files into the folder `destination` and return it."""
@@ -165,6 +181,22 @@ class MlflowModels:
         ):
             made = self._client.create_model_version(name, source, run.run_id, model_id=model_id)
         return int(made.version)
+
+    def _found(self, model_id: str) -> LoggedModel | None:
+        try:
+            return self._client.get_logged_model(model_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return None
+
+    def _is_source(self, model: LoggedModel, version: ModelVersion) -> bool:
+        if model.model_id in str(version.source).split("/"):
+            return True
+        # The source of a copied version is another version, which may be deleted.
+        name, number = version.name, version.version
+        place = self._client.get_model_version_download_uri(name, number)
+        return bool(place == model.artifact_location)
 
     def _checkpoint_models(self, run: RunRecord, step: int | None = None) -> list[LoggedModel]:
         condition = "" if step is None else f" AND tags.`rankzero.step` = '{step}'"
