@@ -389,6 +389,26 @@ def test_courier_ends_although_a_full_disk_has_cut_the_last_sample(folder: RunFo
     os.close(reader)
 
 
+def test_courier_ends_the_line_in_which_rank_0_died_after_its_end(folder: RunFolder) -> None:
+    reader, writer = os.pipe()
+    os.close(writer)
+    claims = (
+        "import sys; from pathlib import Path; from rankzero.run_store import run_locks; "
+        "from rankzero.run_store.folder import RunFolder; "
+        "print(run_locks.claim(RunFolder(Path(sys.argv[1])), 0).token)"
+    )
+    words = [sys.executable, "-c", claims, str(folder.path)]
+    token = subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
+    append(folder, begun(), ended())
+    with folder.events.open("a") as file:
+        file.write('{"event": "Noti')
+    deliverer = deliverer_to(store := MemoryStore(), folder)
+    attempt = LiveAttempt(folder, 0, token, reader)
+    deliver_attempt(attempt, deliverer, TrialDeliverers(folder), reader, tick_seconds=0.01)
+    assert deliverer.complete and store.status == "FINISHED"
+    os.close(reader)
+
+
 def failing(error: BaseException) -> Any:
     def fail(*_: Any, **__: Any) -> Any:
         raise error

@@ -609,6 +609,21 @@ def test_a_line_that_is_not_whole_yet_is_no_work(folder: RunFolder, tracker: Mem
     assert worked[0] and not any(worked[-5:]) and not deliverer.complete
 
 
+def test_a_line_that_is_not_whole_holds_up_no_end(folder: RunFolder, tracker: MemoryStore) -> None:
+    append(folder, started(), steps(1, 5), ended())
+    with folder.events.open("a") as journal:
+        journal.write('{"event": "Noti')
+    deliverer = deliverer_to(tracker, folder)
+    for _ in range(20):
+        deliverer.work()
+    assert tracker.status == "FINISHED" and not deliverer.complete
+    with folder.events.open("a") as journal:
+        journal.write("\n")
+    append(folder, steps(6, 7))
+    run(deliverer)
+    assert len(tracker.sent) == 7 and deliverer.complete
+
+
 def test_small_batches_are_collected(folder: RunFolder, tracker: MemoryStore) -> None:
     clock = [100.0]
     append(folder, started())

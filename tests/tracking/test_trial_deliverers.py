@@ -130,3 +130,20 @@ def test_a_trial_that_is_resumed_is_taken_again(tmp_path: Path) -> None:
     assert family.trackers["one"].status == "FINISHED"
     assert max(point.step for point in family.trackers["one"].sent) == 9
     assert delivery_status.status(child).done
+
+
+@pytest.mark.parametrize("journal", ["events.jsonl", "system-node_0.jsonl"])
+def test_a_line_that_a_dead_process_cut_keeps_no_trial(tmp_path: Path, journal: str) -> None:
+    study = make(tmp_path, "study")
+    child = make(tmp_path, "one", parent="study")
+    study.add_child("one")
+    append(study, started())
+    append(child, started(), steps(1, 5), ended())
+    with (child.path / journal).open("a") as file:
+        file.write('{"event": "Noti')
+    family = Family(study)
+    for _ in range(50):
+        family.turn()
+    assert family.trackers["one"].status == "FINISHED"
+    assert family.trials.complete and not list(family.trials)
+    assert delivery_status.status(child).done

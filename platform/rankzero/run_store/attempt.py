@@ -16,7 +16,7 @@ from rankzero.events import Event, RunEnded
 from rankzero.redaction.text import text_without_secrets
 from rankzero.run_store import disk, run_locks
 from rankzero.run_store.folder import RunFolder
-from rankzero.run_store.journal import Journal, read, read_all
+from rankzero.run_store.journal import Journal, finish_line, read, read_all
 from rankzero.run_store.lock_files import open_lock, try_lock
 
 DIED_WITHOUT_END = (
@@ -177,6 +177,13 @@ def append_run_ended(
     journal = Journal(folder.events)
     journal(RunEnded(at or time.time(), "FAILED", why, error or None, {}))
     journal.close()
+
+
+def finish_lines(folder: RunFolder, node: int) -> None:
+    """End lines that dead writers of a node's journals left unfinished, unless the disk is full."""
+    for path in (folder.system(node), *([folder.events] if node == 0 else [])):
+        with contextlib.suppress(OSError):
+            finish_line(path)
 
 
 def _ended_since(folder: RunFolder, offset: int) -> bool:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 from rankzero.mlflow_store.patience import grace_seconds
 from rankzero.redaction.text import log_without_secrets
-from rankzero.run_store.attempt import LiveAttempt, closed
+from rankzero.run_store import run_locks
+from rankzero.run_store.attempt import LiveAttempt, closed, finish_lines
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import finish_line
 from rankzero.run_store.provenance import write_packages
@@ -75,12 +76,7 @@ def deliver_attempt(
     """
     run = functools.partial(guarded, pause_seconds=pause_seconds)
 
-    def end_journals() -> None:
-        attempt.ensure_run_ended()
-        # A full disk or SIGKILL of the recorder may have cut the last sample.
-        finish_line(attempt.folder.system(attempt.node))
-
-    write_end = functools.partial(succeeds, end_journals, pause_seconds)
+    write_end = functools.partial(succeeds, lambda: _end_journals(attempt), pause_seconds)
     ended = end_written = False
     moved = time.monotonic()
     while attempt.is_latest:
@@ -99,7 +95,7 @@ def deliver_attempt(
         if all(each.state.retries.error is None for each in (deliverer, *trials)):
             on_idle()
         # Complete counts only after the end: before it, more events may come.
-        complete = end_written and run(lambda: deliverer.complete and trials.complete)
+        complete = end_written and run(lambda: _is_complete(attempt, deliverer, trials))
         if ended and (complete or time.monotonic() - moved > grace_seconds()):
             break
         end_written = end_written or (ended and write_end())
@@ -107,6 +103,19 @@ def deliver_attempt(
     # The last write: retries may have changed the counts since the last batch.
     run(trials.close)
     run(deliverer.commit)
+
+
+def _end_journals(attempt: LiveAttempt) -> None:
+    attempt.ensure_run_ended()
+    # A full disk or SIGKILL of the recorder may have cut the last sample.
+    finish_line(attempt.folder.system(attempt.node))
+
+
+def _is_complete(attempt: LiveAttempt, deliverer: Deliverer, trials: TrialDeliverers) -> bool:
+    # Rank 0 may have died after its end, within a further line.
+    if not run_locks.writer_lives(attempt.folder):
+        finish_lines(attempt.folder, attempt.node)
+    return deliverer.complete and trials.complete
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

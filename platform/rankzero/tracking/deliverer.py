@@ -107,6 +107,8 @@ class Deliverer:
         self._target: Target | None = None
         self._retry = RetryPolicy(longest_wait, clock)
         self._hurried, self._read_at = False, 0.0
+        # The unread bytes that are no whole line: there is nothing to read until they change.
+        self._unfinished = 0
 
     @property
     def complete(self) -> bool:
@@ -172,7 +174,8 @@ class Deliverer:
         if self._items:
             return self._if_due(Activity.SEND)
         unread = self._unread()
-        if unread and (self._hurried or unread >= READ_BYTES or self._clock() >= self._read_at):
+        is_due = self._hurried or unread >= READ_BYTES or self._clock() >= self._read_at
+        if unread not in (0, self._unfinished) and is_due:
             return Activity.READ
         if queue.ending is not None:
             return Activity.END
@@ -267,6 +270,7 @@ class Deliverer:
     def _read(self) -> bool:
         """Read on in the journals. Return whether there was a whole line to read."""
         self._read_at = self._clock() + READ_SECONDS
+        self._unfinished, unread = 0, self._unread()
         events: list[Event] = []
         cursor, problems = self.state.cursor, self.state.problems
         offsets, checksums = dict(cursor.offsets), dict(cursor.checksums)
@@ -282,8 +286,9 @@ class Deliverer:
                 )
             problems = self._confirm(path, chunk.events, problems)
             offsets[name], checksums[name] = chunk.offset, chunk.checksum
-        # A killed writer may leave a part of a line, which stays unread.
+        # A killed writer may leave a part of a line, which must not hold up the end.
         if offsets == cursor.offsets:
+            self._unfinished = unread
             return False
         cursor = dataclasses.replace(cursor, offsets=offsets, checksums=checksums)
         # Only now: an error of `translate` must not lose the events.

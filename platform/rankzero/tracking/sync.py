@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 
 from rankzero.catalog import dead_runs, lookup
 from rankzero.mlflow_store.patience import GRACE_SECONDS
 from rankzero.run_store import delivery_state, run_locks, symlinks
+from rankzero.run_store.attempt import finish_lines
 from rankzero.run_store.folder import FolderGone, RunFolder
-from rankzero.run_store.journal import finish_line
 from rankzero.run_store.names import InvalidRunFolder
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.delivery_status import Delivery, status, wait
@@ -53,10 +52,7 @@ def _deliver_node(folder: RunFolder, node: int, patience: float) -> bool:
         if node == 0:
             close_if_dead(folder, patience)
         if not run_locks.writer_lives(folder):
-            for path in (folder.system(node), *([folder.events] if node == 0 else [])):
-                # A full disk or a crash may leave an unfinished line, which would stay undelivered.
-                with contextlib.suppress(OSError):
-                    finish_line(path)
+            finish_lines(folder, node)
         deliverer, moved = Deliverer(folder, node), time.monotonic()
         deliverer.hasten()
         while not deliverer.complete and time.monotonic() - moved < patience:

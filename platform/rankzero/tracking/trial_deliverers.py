@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
 
 from rankzero.catalog import lookup
 from rankzero.run_store import run_locks
+from rankzero.run_store.attempt import finish_lines
 from rankzero.run_store.folder import EVENTS, RunFolder
 from rankzero.tracking.deliverer import Deliverer
 
@@ -42,6 +44,7 @@ class TrialDeliverers:
         if time.monotonic() < self._look_at and not at_once:
             return
         self._look_at = time.monotonic() + self._look_seconds
+        self._finish_lines()
         for child in self._folder.children:
             name = child.path.name
             size = lookup.journal_bytes(child)
@@ -76,6 +79,17 @@ class TrialDeliverers:
         """Write every trial's state, and release its lock."""
         for name in tuple(self._working):
             self._release(name)
+
+    def _finish_lines(self) -> None:
+        """End the lines that the dead processes of ended trials left unfinished."""
+        for name, (deliverer, _) in self._working.items():
+            if deliverer.complete or not deliverer.state.queue.ended:
+                continue
+            child = RunFolder(self._folder.path.parent / name)
+            # Its folder may have been moved.
+            with contextlib.suppress(OSError):
+                if not (run_locks.writer_lives(child) or run_locks.has_live_recorder(child)):
+                    finish_lines(child, 0)
 
     def _release(self, name: str) -> None:
         deliverer, lock = self._working.pop(name)
