@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rankzero.events import SystemSampled
 from rankzero.run_store import run_locks
 from rankzero.run_store.folder import FolderGone, Identity, RunFolder
+from rankzero.run_store.journal import Journal
 from rankzero.tracking import delivery_status
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.trial_deliverers import TrialDeliverers
@@ -147,3 +149,25 @@ def test_a_line_that_a_dead_process_cut_keeps_no_trial(tmp_path: Path, journal: 
     assert family.trackers["one"].status == "FINISHED"
     assert family.trials.complete and not list(family.trials)
     assert delivery_status.status(child).done
+
+
+def test_a_sample_after_the_release_of_a_trial_is_delivered(tmp_path: Path) -> None:
+    study = make(tmp_path, "study")
+    child = make(tmp_path, "one", parent="study")
+    study.add_child("one")
+    append(study, started())
+    append(child, started(), steps(1, 5), ended())
+    family = Family(study)
+    for _ in range(50):
+        family.turn()
+    assert not list(family.trials)
+    # As the trial's recorder writes its last one.
+    sample(child, node=0)
+    family.work()
+    assert family.trackers["one"].curve("system/x") == {1: 1.0} and family.trials.complete
+
+
+def sample(folder: RunFolder, node: int) -> None:
+    journal = Journal(folder.system(node))
+    journal(SystemSampled(1.0, 1, {"system/x": 1.0}))
+    journal.close()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
-from rankzero.catalog import lookup
-from rankzero.run_store import run_locks
+from rankzero.run_store import delivery_state, run_locks
 from rankzero.run_store.attempt import finish_lines
 from rankzero.run_store.folder import EVENTS, RunFolder
 from rankzero.tracking.deliverer import Deliverer
@@ -29,8 +28,8 @@ class TrialDeliverers:
         self._folder, self._make, self._look_seconds = folder, make, look_seconds
         # With the file descriptor of each trial's lock.
         self._working: dict[str, tuple[Deliverer, int]] = {}
-        self._done: dict[str, int] = {}
-        """The bytes of journal that MLflow has of each released trial. It may be resumed."""
+        self._done: dict[str, Mapping[str, int]] = {}
+        """The bytes that MLflow has of each released trial's journals. They may get more."""
         self._look_at, self._hurried = 0.0, False
 
     def __iter__(self) -> Iterator[Deliverer]:
@@ -47,8 +46,9 @@ class TrialDeliverers:
         self._finish_lines()
         for child in self._folder.children:
             name = child.path.name
-            size = lookup.journal_bytes(child)
-            if name in self._working or size in (None, self._done.get(name)):
+            # Any journal is more than -1 bytes.
+            done = self._done.get(name, {EVENTS: -1})
+            if name in self._working or not delivery_state.unread_bytes(child, done):
                 continue
             lock = run_locks.acquire(child, 0)
             if lock is None:
@@ -95,7 +95,7 @@ class TrialDeliverers:
         deliverer, lock = self._working.pop(name)
         try:
             deliverer.commit()
-            self._done[name] = deliverer.state.cursor.offsets[EVENTS]
+            self._done[name] = deliverer.state.cursor.offsets
         finally:
             # Otherwise nobody could deliver the trial again, this process included.
             os.close(lock)
