@@ -316,3 +316,19 @@ def test_the_sample_that_a_recorder_writes_after_the_end_is_delivered(
     delivery = sync.deliver(folder, patience=20.0)
     samples.join()
     assert delivery.complete and delivery.delivered > 0
+
+
+def test_samples_of_all_machines_of_a_child_are_delivered(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    parent = make_folder(tmp_path, uri)
+    child = make_folder(tmp_path, uri, parent=parent.path.name)
+    parent.add_child(child.path.name)
+    for folder in (parent, child):
+        append(folder, started(), ended())
+    sync.deliver(parent, patience=20.0)
+    assert delivery_status.combined_status(parent).done
+    journal = Journal(child.system(1))
+    journal(SystemSampled(1.0, 1, {"system/x": 1.0}))
+    journal.close()
+    assert not delivery_status.combined_status(parent).done
+    assert sync.deliver(parent, patience=20.0).done and not state.late_nodes(child)

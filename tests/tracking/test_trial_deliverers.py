@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rankzero.events import SystemSampled
-from rankzero.run_store import run_locks
+from rankzero.run_store import delivery_state, run_locks
 from rankzero.run_store.folder import FolderGone, Identity, RunFolder
 from rankzero.run_store.journal import Journal
 from rankzero.tracking import delivery_status
@@ -30,8 +30,8 @@ class Family:
         self.own = deliverer_to(self.trackers[study.path.name], study)
         self.trials = TrialDeliverers(study, make=self._make, look_seconds=0.0)
 
-    def _make(self, trial: RunFolder) -> Deliverer:
-        return deliverer_to(self.trackers.setdefault(trial.path.name, MemoryStore()), trial)
+    def _make(self, trial: RunFolder, node: int) -> Deliverer:
+        return deliverer_to(self.trackers.setdefault(trial.path.name, MemoryStore()), trial, node)
 
     def turn(self) -> None:
         self.trials.look()
@@ -103,7 +103,7 @@ def test_a_trial_that_cannot_be_read_now_is_taken_later(tmp_path: Path) -> None:
     append(child, started(), ended())
     errors = [OSError(errno.EIO, "input/output")]
 
-    def deliverer(trial: RunFolder) -> Deliverer:
+    def deliverer(trial: RunFolder, node: int) -> Deliverer:
         if errors:
             raise errors.pop()
         return deliverer_to(MemoryStore(), trial)
@@ -165,6 +165,26 @@ def test_a_sample_after_the_release_of_a_trial_is_delivered(tmp_path: Path) -> N
     sample(child, node=0)
     family.work()
     assert family.trackers["one"].curve("system/x") == {1: 1.0} and family.trials.complete
+
+
+def test_samples_of_all_machines_of_a_trial_are_delivered(tmp_path: Path) -> None:
+    study = make(tmp_path, "study")
+    child = make(tmp_path, "one", parent="study")
+    study.add_child("one")
+    append(study, started())
+    append(child, started(), steps(1, 5), ended())
+    sample(child, node=1)
+    assert delivery_status.combined_status(study).pending > delivery_status.status(child).pending
+    family = Family(study)
+    for _ in range(50):
+        family.turn()
+    assert family.trackers["one"].curve("system/x") == {1: 1.0} and not list(family.trials)
+    # A machine that is late.
+    sample(child, node=2)
+    assert not delivery_status.combined_status(study).done
+    assert not family.trials.complete
+    family.work()
+    assert family.trials.complete and not delivery_state.late_nodes(child)
 
 
 def sample(folder: RunFolder, node: int) -> None:

@@ -132,7 +132,7 @@ def _progress(delivery: Delivery) -> tuple[object, ...]:
 def combined_status(folder: RunFolder) -> Delivery:
     """Return how the delivery of a run and its children stands, as one."""
     own = status(folder)
-    children = [status(child) for child in folder.children if child.events.exists()]
+    children = [_of_all_nodes(child) for child in folder.children if child.events.exists()]
     late = sum(not child.done for child in children)
     return own._replace(
         delivered=own.delivered + sum(child.delivered for child in children),
@@ -143,6 +143,12 @@ def combined_status(folder: RunFolder) -> Delivery:
         or any(child.page_update_waits for child in children),
         lacks=(*own.lacks, *([f"{late} of its {len(children)} runs"] if late else [])),
     )
+
+
+def _of_all_nodes(child: RunFolder) -> Delivery:
+    """Return how a child's delivery stands. Its parent's courier delivers all of its nodes."""
+    found, late = status(child), delivery_state.late_nodes(child)
+    return found._replace(done=found.done and not late, pending=found.pending + len(late))
 
 
 def recorder_lives(folder: RunFolder) -> bool:

@@ -11,15 +11,16 @@ from rankzero.run_store.attempt import finish_lines
 from rankzero.run_store.folder import FolderGone, RunFolder
 from rankzero.run_store.names import InvalidRunFolder
 from rankzero.tracking.deliverer import Deliverer
-from rankzero.tracking.delivery_status import Delivery, status, wait
+from rankzero.tracking.delivery_status import Delivery, combined_status, status, wait
 
 
 def deliver(folder: RunFolder, *, patience: float = GRACE_SECONDS) -> Delivery:
     """Deliver the journals of all nodes, and then the run's children.
 
     Gives up `patience` seconds after the last progress. A run whose writer died without an end
-    becomes FAILED. If a recorder still works, waits for it and delivers what it leaves. Raises
-    FolderGone and InvalidRunFolder; the latter for a child only after the other children.
+    becomes FAILED. If a recorder still works, waits for it and delivers what it leaves. Returns how
+    all of it stands. Raises FolderGone and InvalidRunFolder; the latter for a child only after the
+    other children.
     """
     symlinks.refuse(folder.path)
     if lookup.last_end(folder) is not None:
@@ -32,7 +33,7 @@ def deliver(folder: RunFolder, *, patience: float = GRACE_SECONDS) -> Delivery:
     broken = []
     for child in folder.children:  # after their parent, whose run id they need
         try:
-            if not status(child).complete:
+            if not status(child).complete or delivery_state.late_nodes(child):
                 deliver(child, patience=patience)
         except FolderGone:
             continue
@@ -40,7 +41,7 @@ def deliver(folder: RunFolder, *, patience: float = GRACE_SECONDS) -> Delivery:
             broken.append(error)
     if broken:
         raise broken[0]
-    return status(folder)
+    return combined_status(folder)
 
 
 def _deliver_node(folder: RunFolder, node: int, patience: float) -> bool:

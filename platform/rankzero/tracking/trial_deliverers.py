@@ -22,14 +22,14 @@ class TrialDeliverers:
     def __init__(
         self,
         folder: RunFolder,
-        make: Callable[[RunFolder], Deliverer] = Deliverer,
+        make: Callable[[RunFolder, int], Deliverer] = Deliverer,
         look_seconds: float = _LOOK_SECONDS,
     ) -> None:
         self._folder, self._make, self._look_seconds = folder, make, look_seconds
-        # With the file descriptor of each trial's lock.
-        self._working: dict[str, tuple[Deliverer, int]] = {}
-        self._done: dict[str, Mapping[str, int]] = {}
-        """The bytes that MLflow has of each released trial's journals. They may get more."""
+        # By the trial's name and the node, with the file descriptor of the lock.
+        self._working: dict[tuple[str, int], tuple[Deliverer, int]] = {}
+        self._done: dict[tuple[str, int], Mapping[str, int]] = {}
+        """The bytes that MLflow has of the journals of what was released. They may get more."""
         self._look_at, self._hurried = 0.0, False
 
     def __iter__(self) -> Iterator[Deliverer]:
@@ -37,31 +37,19 @@ class TrialDeliverers:
 
     def look(self, at_once: bool = False) -> None:
         """Release trials that are delivered, and take those that have begun, once a second."""
-        for name, (deliverer, _) in tuple(self._working.items()):
-            if deliverer.complete and deliverer.state.queue.ended:
-                self._release(name)
+        for key, (deliverer, _) in tuple(self._working.items()):
+            name, node = key
+            # Node 0 delivers the end, and is released first.
+            ended = deliverer.state.queue.ended if node == 0 else (name, 0) not in self._working
+            if deliverer.complete and ended:
+                self._release(key)
         if time.monotonic() < self._look_at and not at_once:
             return
         self._look_at = time.monotonic() + self._look_seconds
         self._finish_lines()
         for child in self._folder.children:
-            name = child.path.name
-            # Any journal is more than -1 bytes.
-            done = self._done.get(name, {EVENTS: -1})
-            if name in self._working or not delivery_state.unread_bytes(child, done):
-                continue
-            lock = run_locks.acquire(child, 0)
-            if lock is None:
-                continue
-            try:
-                deliverer = self._make(child)
-            except BaseException:
-                # A journal that cannot be read now is tried again with the next look.
-                os.close(lock)
-                raise
-            self._working[name] = deliverer, lock
-            if self._hurried:
-                deliverer.hasten()
+            for node in self._nodes(child, at_once):
+                self._take(child, node)
 
     @property
     def complete(self) -> bool:
@@ -77,25 +65,55 @@ class TrialDeliverers:
 
     def close(self) -> None:
         """Write every trial's state, and release its lock."""
-        for name in tuple(self._working):
-            self._release(name)
+        for key in tuple(self._working):
+            self._release(key)
+
+    def _nodes(self, child: RunFolder, all_nodes: bool) -> Iterator[int]:
+        """Yield the nodes of a trial with journals that MLflow may not have whole."""
+        name = child.path.name
+        # A study has a thousand delivered trials, and to list each folder takes a while.
+        listed = all_nodes or (name, 0) not in self._done
+        for node in (
+            sorted(delivery_state.nodes(child)) if listed and child.events.exists() else [0]
+        ):
+            # Any journal is more than -1 bytes.
+            first = EVENTS if node == 0 else child.system(node).name
+            done = self._done.get((name, node), {first: -1})
+            if (name, node) not in self._working and delivery_state.unread_bytes(child, done):
+                yield node
+
+    def _take(self, child: RunFolder, node: int) -> None:
+        lock = run_locks.acquire(child, node)
+        if lock is None:
+            return
+        try:
+            deliverer = self._make(child, node)
+        except BaseException:
+            # A journal that cannot be read now is tried again with the next look.
+            os.close(lock)
+            raise
+        key = child.path.name, node
+        self._working[key] = deliverer, lock
+        self._done.pop(key, None)
+        if self._hurried:
+            deliverer.hasten()
 
     def _finish_lines(self) -> None:
         """End the lines that the dead processes of ended trials left unfinished."""
-        for name, (deliverer, _) in self._working.items():
-            if deliverer.complete or not deliverer.state.queue.ended:
+        for (name, node), (deliverer, _) in self._working.items():
+            if deliverer.complete or not (deliverer.state.queue.ended or node):
                 continue
             child = RunFolder(self._folder.path.parent / name)
             # Its folder may have been moved.
             with contextlib.suppress(OSError):
-                if not (run_locks.writer_lives(child) or run_locks.has_live_recorder(child)):
-                    finish_lines(child, 0)
+                if not (run_locks.writer_lives(child) or run_locks.has_live_recorder(child, node)):
+                    finish_lines(child, node)
 
-    def _release(self, name: str) -> None:
-        deliverer, lock = self._working.pop(name)
+    def _release(self, key: tuple[str, int]) -> None:
+        deliverer, lock = self._working.pop(key)
         try:
             deliverer.commit()
-            self._done[name] = deliverer.state.cursor.offsets
+            self._done[key] = deliverer.state.cursor.offsets
         finally:
             # Otherwise nobody could deliver the trial again, this process included.
             os.close(lock)
