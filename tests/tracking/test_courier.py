@@ -73,11 +73,12 @@ def courier(folder: RunFolder, started: Couriers) -> CourierSupervisor:
     return made
 
 
-def supervisor(folder: RunFolder, started: Couriers) -> CourierSupervisor:
+def supervisor(folder: RunFolder, started: Couriers, **changes: Any) -> CourierSupervisor:
     return CourierSupervisor(
         LiveAttempt(folder, 0, run_locks.claim(folder, 0).token),
         pause_seconds=PAUSE_SECONDS,
         spawn=started.start,
+        **changes,
     )
 
 
@@ -224,6 +225,17 @@ def test_courier_that_dies_again_and_again_is_restarted_after_pauses(
             process.wait()
     assert len(started.processes) == MOST_DEATHS and not courier.tend()
     assert time.monotonic() - began > (0 + 1 + 3 + 7) * PAUSE_SECONDS
+
+
+def test_couriers_that_die_after_long_work_are_always_restarted(
+    folder: RunFolder, started: Couriers
+) -> None:
+    courier = supervisor(folder, started, steady_seconds=0.0)
+    for count in range(1, 2 * MOST_DEATHS):
+        assert courier.tend() and len(started.processes) == count
+        delivery_state.save(delivery_state.path_of(folder, 0), DeliveryState())
+        started.processes[-1].kill()
+        started.processes[-1].wait()
 
 
 def test_courier_that_waits_for_mlflow_is_behind(folder: RunFolder) -> None:

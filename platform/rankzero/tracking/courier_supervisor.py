@@ -21,6 +21,8 @@ from rankzero.tracking.throttle import (
 )
 
 MOST_DEATHS = 5
+# A courier that has delivered and lived for so long does not die of what it died of before.
+_STEADY_SECONDS = 600.0
 # After so long without progress, the courier may be starving: during the training, and after it.
 _STARVING_SECONDS = (30.0, 2.0)
 # Sooner if more than the training wants the processors: those others may never stop.
@@ -43,6 +45,7 @@ class CourierSupervisor:
         pause_seconds: float = PAUSE_SECONDS,
         starving_seconds: tuple[float, float] = _STARVING_SECONDS,
         crowded_seconds: float = _CROWDED_SECONDS,
+        steady_seconds: float = _STEADY_SECONDS,
         spawn: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
         processor_time: Callable[[int], ProcessorTime | None] = processor_time,
         is_crowded: Callable[[], bool] = is_crowded,
@@ -51,6 +54,7 @@ class CourierSupervisor:
         self._pause_seconds, self._starving_seconds = pause_seconds, starving_seconds
         self._crowded_seconds, self._is_crowded = crowded_seconds, is_crowded
         self._path = delivery_state.path_of(attempt.folder, attempt.node)
+        self._steady_seconds = steady_seconds
         self._lock: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._reader, self._writer = os.pipe()
@@ -106,7 +110,10 @@ class CourierSupervisor:
         if code is not None:
             # An import that fails, for example, fails every time. A disk that cannot be read
             # recovers, so the pauses grow: 0, 1, 3, 7 times `pause_seconds`.
-            self._deaths += 1
+            self._look()
+            lived = time.monotonic() - self._started
+            is_steady = lived > self._steady_seconds and self._wrote_at > self._started
+            self._deaths = 1 if is_steady else self._deaths + 1
             pause = self._pause_seconds * (2 ** (self._deaths - 1) - 1)
             self._process, self._restarts_at = None, time.monotonic() + pause
             log.warning("the courier ended with %d, %d times by now", code, self._deaths)
