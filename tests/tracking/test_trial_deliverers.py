@@ -98,9 +98,10 @@ def test_a_run_without_trials_has_no_deliverer_but_its_own(tmp_path: Path) -> No
 
 def test_a_trial_that_cannot_be_read_now_is_taken_later(tmp_path: Path) -> None:
     study = make(tmp_path, "study")
-    child = make(tmp_path, "one", parent="study")
-    study.add_child("one")
-    append(child, started(), ended())
+    children = [make(tmp_path, name, parent="study") for name in ("one", "two")]
+    for child in children:
+        study.add_child(child.path.name)
+        append(child, started(), ended())
     errors = [OSError(errno.EIO, "input/output")]
 
     def deliverer(trial: RunFolder, node: int) -> Deliverer:
@@ -111,9 +112,9 @@ def test_a_trial_that_cannot_be_read_now_is_taken_later(tmp_path: Path) -> None:
     trials = TrialDeliverers(study, make=deliverer, look_seconds=0.0)
     with pytest.raises(OSError, match="input/output"):
         trials.look()
-    assert not run_locks.is_recording(child)
+    assert [run_locks.is_recording(child) for child in children] == [False, True]
     trials.look()
-    assert len(list(trials)) == 1
+    assert len(list(trials)) == 2
     trials.close()
 
 

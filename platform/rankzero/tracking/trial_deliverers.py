@@ -40,7 +40,10 @@ class TrialDeliverers:
         return iter([deliverer for deliverer, _ in self._working.values()])
 
     def look(self, at_once: bool = False) -> None:
-        """Release trials that are delivered, and take those that have begun, once a second."""
+        """Release trials that are delivered, and take those that have begun, once a second.
+
+        Raises the first error of a trial that cannot be taken, once the others are.
+        """
         for key, (deliverer, _) in tuple(self._working.items()):
             name, node = key
             # Node 0 delivers the end, and is released first.
@@ -52,13 +55,19 @@ class TrialDeliverers:
             return
         self._look_at = time.monotonic() + self._look_seconds
         self._finish_lines()
+        errors: list[Exception] = []
         for child in self._folder.children:
             for node in self._nodes(child, at_once):
                 self._others_wait = len(self._working) >= self._most
                 if self._others_wait:
                     return
-                self._take(child, node)
+                try:
+                    self._take(child, node)
+                except Exception as error:
+                    errors.append(error)
         self._others_wait = False
+        if errors:
+            raise errors[0]
 
     @property
     def complete(self) -> bool:
