@@ -89,6 +89,10 @@ def test_a_clean_attempt_leaves_no_diff_of_a_dirty_one(repository: Path, tmp_pat
     assert provenance.read_artifacts(tmp_path)[1] == "+ lr = 7"
     provenance.write_artifacts(clean, tmp_path)
     assert provenance.read_artifacts(tmp_path)[1] == ""
+    # So that its upload replaces that of the attempt before.
+    assert (tmp_path / "provenance/diff.patch").read_text() == ""
+    provenance.write_artifacts(clean, tmp_path / "new")
+    assert not (tmp_path / "new/provenance/diff.patch").exists()
 
 
 def test_new_files_make_a_tree_dirty_from_any_folder(repository: Path) -> None:

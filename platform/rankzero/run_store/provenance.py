@@ -173,10 +173,9 @@ def write_artifacts(found: Provenance, folder: Path) -> None:
     target = _artifact_folder(folder)
     facts = {name: value for name, value in dataclasses.asdict(found).items() if name != "diff"}
     write_atomically(target / "environment.json", json.dumps(facts, indent=2))
-    if found.diff is not None:
-        write_atomically(target / "diff.patch", found.diff)
-    else:  # that of an earlier attempt
-        (target / "diff.patch").unlink(missing_ok=True)
+    # That of an earlier attempt becomes empty: MLflow would keep one that is deleted here.
+    if found.diff is not None or (target / "diff.patch").exists():
+        write_atomically(target / "diff.patch", found.diff or "")
 
 
 def write_packages(folder: Path) -> None:
