@@ -70,7 +70,13 @@ def test_only_a_new_database_gets_a_write_ahead_log(tmp_path: Path) -> None:
 def test_a_database_on_a_network_disk_gets_no_write_ahead_log(tmp_path: Path) -> None:
     mounts = tmp_path / "mounts"
     for number, (kind, place) in enumerate(
-        [("nfs4", tmp_path), ("nfs4", tmp_path / "a\\040b"), ("ext4", tmp_path)]
+        [
+            ("nfs4", tmp_path),
+            ("nfs4", tmp_path / "a\\040b"),
+            ("ext4", tmp_path),
+            ("wekafs", tmp_path),
+            ("virtiofs", tmp_path),
+        ]
     ):
         mounts.write_text(f"disk / ext4 rw 0 0\nserver:/home {place} {kind} rw 0 0\n")
         database = tmp_path / "a b" / f"{number}.db"

@@ -28,7 +28,9 @@ _SETUP = ".setup-"
 _SETUP_SECONDS = 60.0
 _READ_AS_URI = re.compile(r"\?|%[0-9A-Fa-f]{2}")
 # Write-ahead logging needs memory that processes share. Network file systems do not have it.
-_NETWORK_FILE_SYSTEMS = "nfs cifs smb lustre gpfs beegfs ceph afs 9p fuse"
+_NETWORK_FILE_SYSTEMS = (
+    "nfs cifs smb lustre gpfs beegfs ceph afs 9p fuse wekafs panfs dvs virtiofs vboxsf ocfs2 gfs2"
+)
 _MOUNTS = Path("/proc/self/mounts")
 
 
