@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -11,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from rankzero.errors import UserError
 from rankzero.events import Evaluated, Noticed
+from rankzero.ranks import Ranks
 from rankzero.run_store.journal import Journal, read_all
 from rankzero.tracking.run_log import RunLog
 from support.runs import T0, append, ended, evaluated, make_folder, started
@@ -109,3 +112,13 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     log.flush()
     log.close()
     assert list(read_all(folder.events)) == []
+
+
+def test_a_helping_machine_keeps_out_of_another_run_of_that_name(tmp_path: Path) -> None:
+    mine = make_folder(tmp_path)
+    append(mine, started(), ended())
+    told = dataclasses.replace(mine.identity, uuid="0" * 32)
+    helper = Ranks(rank=1, world_size=2, node_rank=1)
+    with pytest.raises(UserError, match="another run"):
+        RunLog.open(tmp_path / "runs", told, helper, [])
+    assert not (mine.path / "recorder-node_1.json").exists()

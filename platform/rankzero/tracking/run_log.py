@@ -61,6 +61,12 @@ class RunLog:
         folder = RunFolder(runs / identity.name)
         if ranks.local_rank == 0:
             folder = RunFolder.open_or_create(runs, identity)
+            # Rank 0 chose the name, and cannot know the runs of another machine.
+            if ranks.node_rank > 0 and folder.identity.uuid != identity.uuid:
+                raise UserError(
+                    f"this machine has another run that is called {identity.name}: choose another "
+                    f"name with --name, or move {folder.path} away"
+                )
         # No event names the pictures of a killed attempt, so nothing else would ever delete them.
         if ranks.first:
             starts = (event for event in read_all(folder.events) if isinstance(event, RunStarted))
