@@ -122,6 +122,10 @@ places = st.sampled_from(
         'password = f"""begins\n{}"""',
         "password = [\n    '(', {!r}\n]",
         "https://hooks.slack.com/services/T0/B0/{}",
+        "https://discord.com/api/webhooks/1/{}",
+        "https://ptb.discordapp.com/api/v10/webhooks/1/{}",
+        "https://contoso.webhook.office.com/webhookb2/1@2/IncomingWebhook/{}/3",
+        "https://api.telegram.org/bot123:{}/sendMessage",
         "pass: {}",
         '{{"pass": "{}"}}',
         "REDIS_PASS={}",
@@ -281,6 +285,7 @@ def test_text_without_a_secret_is_kept(text: str) -> None:
         "\nENV password",
         "SG." + "a" * 30,
         "hooks.slack.com/services/",
+        "discord.com/api/v1",
     ],
 )
 def test_a_line_of_a_megabyte_takes_seconds(piece: str) -> None:

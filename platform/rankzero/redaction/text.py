@@ -48,7 +48,11 @@ _ENV = re.compile(
     rf"[\w.\-]{{0,64}}?(?:{WORD})[\w.\-]{{0,64}}[ \t]{{1,32}})[^\s=][^\n]*",
     re.MULTILINE,
 )
-_HOOK = re.compile(r"(?P<name>\bhooks\.slack\.com/(?:services|workflows|triggers)/)[^\s\"'<>\\]+")
+_HOOK = re.compile(
+    r"(?P<name>\b(?:hooks\.slack\.com/(?:services|workflows|triggers)/"
+    r"|discord(?:app)?\.com/api/(?:v\d{1,2}/)?webhooks/"
+    r"|webhook\.office\.com/webhookb2/|api\.telegram\.org/(?:file/)?bot))[^\s\"'<>\\]+"
+)
 _SHAPES = re.compile(
     r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY(?: BLOCK)?-----.*?"
     r"(?:-----END [A-Z ]{0,40}PRIVATE KEY(?: BLOCK)?-----|\Z)"
