@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from rankzero import ranks
 from rankzero.experiment import Experiment
 from rankzero.telemetry.host import core_count
@@ -41,19 +43,23 @@ def build(
     train, amp = experiment.train, _set_up_process(experiment, world)
     train_set, val_sets = data or sets.load(experiment)
     order = _batch_order(experiment, world, train_set, val_sets)
+    model_randoms = rng.state(torch.device("cpu"))
     # On the CPU: a strategy moves this rank's part. A pretraining within model() leaves gradients.
     model = experiment.model()
     model.zero_grad()
     trainable = [name for name, one in model.named_parameters() if one.requires_grad]
     make_loader = _loader_factory(experiment, world)
     train_loader = make_loader(train_set)
-    example_batch = functools.partial(_example_batch, train_loader, order)
     total = train.steps or (train.epochs or 0) * order.steps_per_epoch
     # After the model, so that its weights do not depend on the helpers.
     start = Progress(0, total, 0, True, frozen.helpers(experiment, world.device))
     meter = work_meter.of(experiment, model, world, start)
     strategy = strategies.build(
-        experiment, model, world, measure_at(experiment.measure, start), example_batch
+        experiment,
+        model,
+        world,
+        measure_at(experiment.measure, start),
+        functools.partial(_example_batch, train_loader, order),
     )
     # From here on, ranks with other samples draw other numbers, for dropout.
     rng.seed_all(train.seed, 1 + strategy.shard.rank)
@@ -75,6 +81,7 @@ def build(
         takes_progress=takes_progress(experiment.measure),
         schedule_takes_progress=takes_progress(experiment.schedule, _SCHEDULE),
         model_tags=parameter_counts.tags(model),
+        model_randoms=model_randoms,
         left_out=[name for name in trainable if not model.get_parameter(name).requires_grad],
     )
     state = _initial_state(strategy, train.ema)

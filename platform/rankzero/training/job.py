@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rankzero.experiment import Experiment
 from rankzero.training.data.order import BatchOrder
@@ -77,6 +77,8 @@ class TrainingContext:
     """Reports progress to the watchdog: ``Watchdog.beat``."""
     expect_slow_step: Callable[[], None] = lambda: None
     """Announces to the watchdog a step that compiles the model and starts data loaders."""
+    model_randoms: Tensor | None = None
+    """`rng.state` before `model()`, which may draw what no state dict holds."""
     model_tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The model's numbers of parameters."""
     left_out: Sequence[str] = ()

@@ -208,6 +208,7 @@ def state_dict(job: TrainingContext, state: State) -> dict[str, Any]:
         **({} if state.average is None else {"ema": state.average.state()}),
         "scaler": None if scaler is None else scaler.state_dict(),
         "randoms": randoms,
+        "model_randoms": job.model_randoms,
         "layout": strategies.layout(job.experiment.train.strategy, job.world.size),
         "options": state.options,
         "step": state.step,

@@ -20,10 +20,14 @@ from rankzero import experiment_file
 from rankzero.launch.request import write_config
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.permanent_errors import NeverAccepted
+from rankzero.ranks import Ranks
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store import delivery_state as state
 from rankzero.run_store.folder import RunFolder
+from rankzero.training import periodic, rng
+from rankzero.training.build import build
 from rankzero.training.checkpoints import best_model
+from rankzero.training.distributed.world import World
 from support.commands import wait_until
 from support.paths import FIXTURES
 from support.returning import DEAF, deaf, no_space, not_now, out_of_memory, told
@@ -249,6 +253,31 @@ def test_the_best_model_has_the_averaged_weights(folder: RunFolder) -> None:
     )
     found = best_model.load_best(folder).state_dict()
     assert all(torch.equal(value, found[name]) for name, value in averaged.state_dict().items())
+
+
+@pytest.mark.parametrize(("data_draws", "is_old"), [(False, False), (True, False), (False, True)])
+def test_the_best_model_has_again_what_model_drew_and_no_state_dict_holds(
+    tmp_path: Path, data_draws: bool, is_old: bool
+) -> None:
+    """A checkpoint of an older version lacks the generators' states."""
+    file = str(FIXTURES / "permuted.py")
+    experiment = dataclasses.replace(experiment_file.load(file)(), data_draws=data_draws)
+    made = make_folder(tmp_path, "", experiment_file=file)
+    write_config(made, experiment)
+    job, trained = build(experiment, World(Ranks(), torch.device("cpu")))
+    content = periodic.state_dict(job, trained)
+    if is_old:
+        del content["model_randoms"]
+    save, path = (
+        functools.partial(torch.save, content),
+        checkpoint_files.folder_of(made.checkpoints, 4),
+    )
+    checkpoint_files.write(path, save, 4, {"val/loss": 0.9}, True)
+    torch.manual_seed(7)
+    before = rng.state(torch.device("cpu"))
+    found = best_model.load_best(made)
+    assert torch.equal(found.order, trained.model.order)
+    assert torch.equal(before, rng.state(torch.device("cpu"))), "the caller's generators"
 
 
 def test_the_example_inputs_of_a_measure_with_progress_and_helpers_are_found() -> None:

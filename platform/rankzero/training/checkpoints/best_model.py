@@ -33,6 +33,7 @@ from rankzero.run_store.folder import RunFolder, write_atomically
 from rankzero.run_store.location import may_be_foreign
 from rankzero.run_store.lock_files import open_lock, try_lock
 from rankzero.tracking import delivery_status
+from rankzero.training import rng
 from rankzero.training.checkpoints import restore
 from rankzero.training.data import sets
 from rankzero.training.data.stream import make_loader
@@ -151,12 +152,16 @@ def load_best(folder: RunFolder) -> nn.Module:
     """
     experiment = experiment_of(folder)
     path = _best_checkpoint(folder, experiment.goal)
+    device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+    callers = rng.state(device)
     try:
         return _load_model(experiment, path)
     except (RuntimeError, KeyError, checkpoint_files.BrokenCheckpoint) as error:
         raise UserError(
             f"{path} does not fit the experiment's model as its file is now: {error}"
         ) from error
+    finally:
+        rng.restore(callers, device)
 
 
 def load_state(folder: RunFolder, goal: Goal, step: int | None = None) -> dict[str, Any]:
@@ -280,8 +285,13 @@ def _best_checkpoint(folder: RunFolder, goal: Goal) -> Path:
 
 
 def _load_model(experiment: Experiment, path: Path) -> nn.Module:
-    model: nn.Module = experiment.model()
     saved = restore.load(path)
+    # The model may hold what model() draws and no state dict has, such as a random permutation.
+    rng.seed_all(experiment.train.seed)
+    # An older checkpoint lacks them. They also differ from the seed's if data() draws.
+    if saved.get("model_randoms") is not None:
+        rng.restore(saved["model_randoms"], torch.device("cpu"))
+    model: nn.Module = experiment.model()
     model.load_state_dict(saved.get("ema", saved["model"]))
     return model.eval()
 
