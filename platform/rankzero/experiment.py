@@ -139,7 +139,8 @@ class Train:
         """Which checkpoints are written, and which are kept."""
 
         save_every: int | None = None
-        """Steps between checkpoints; none: with each evaluation; 0: no checkpoints."""
+        """Steps between checkpoints, apart from those of the best evaluations; none: with each
+        evaluation; 0: no checkpoints."""
         keep: int = 1
         """Best checkpoints kept, in addition to the last."""
 

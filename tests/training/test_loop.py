@@ -172,6 +172,14 @@ def test_checkpoints_between_evaluations_carry_no_metrics(train: Trainer) -> Non
     ]
 
 
+def test_the_best_weights_are_saved_whatever_save_every_is(train: Trainer) -> None:
+    every = {"train__eval_every": 4, "train__checkpoints__save_every": 9}
+    trained = train(tiny(train__steps=12, train__checkpoints__keep=9, **every))
+    best = [event.step for event in trained.events if isinstance(event, Evaluated) and event.best]
+    saved = [event.step for event in trained.events if isinstance(event, CheckpointSaved)]
+    assert 4 in best and saved == sorted({*best, 9, 12})
+
+
 def test_a_stop_ends_at_the_next_report_with_a_checkpoint(train: Trainer, tmp_path: Path) -> None:
     trained = train(tiny(train__steps=50, train__log_every=3), stop_at=3)
     path, _ = checkpoint_files.newest_intact(tmp_path / "checkpoints")

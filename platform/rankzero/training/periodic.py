@@ -91,6 +91,8 @@ class PeriodicActions:
                 metrics, is_best = self._evaluate()
             except EvaluationInterrupted as interrupted:
                 state.evaluation_pending, stop_code = True, interrupted.code
+        # No later checkpoint has the best weights.
+        save_due = save_due or is_best
         if self._save_every and (save_due or stop_code or state.step == self.last_step):
             self._save(metrics, is_best)
         for event in self._checkpoints.poll() if self._checkpoints else ():
