@@ -53,6 +53,17 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
         optimizers.of(Mistaken(), linear())
 
 
+def test_a_lazy_module_has_an_optimizer_before_its_first_forward() -> None:
+    class Lazy(Experiment):
+        def optimizer(self, model: nn.Module) -> optim.Optimizer:
+            return optim.SGD(model.parameters(), lr=0.1)
+
+    model = nn.Sequential(nn.LazyLinear(1))
+    optimizer = optimizers.of(Lazy(), model)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
 def test_an_optimizer_with_hooks_is_not_replaced() -> None:
     model, called = linear(), []
     optimizer = optim.SGD(model.parameters(), lr=0.1)

@@ -46,8 +46,10 @@ def _freeze_others(optimizer: Optimizer, model: nn.Module) -> None:
             "optimizer() returned an optimizer without a parameter of the model: build it from the "
             "parameters of the model that optimizer() is given"
         )
+    # A lazy module refuses the call for parameters that have no shape yet.
     for parameter in trainable:
-        parameter.requires_grad_(parameter in mine)
+        if parameter not in mine:
+            parameter.requires_grad_(False)
 
 
 def _check_steps_alone(optimizer: Any) -> None:
