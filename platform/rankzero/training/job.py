@@ -104,7 +104,9 @@ class TrainingContext:
         self, step: int, *, training: bool, turn: str | None = None, accumulation: int = 1
     ) -> MicroBatchStep:
         """Return how a strategy computes the next micro-batch, after `step` optimizer steps."""
-        measure = self.forward_timer.next_measure()
+        timer = self.forward_timer
+        # Ranks are compared by their training: another evaluates more samples, or none.
+        measure = timer.next_measure() if training else timer.measure
         if self.takes_progress:
             measure = bound(measure, self.progress(step, training=training, turn=turn))
         return MicroBatchStep(

@@ -7,8 +7,14 @@ import time
 import pytest
 import torch
 
+from rankzero.ranks import Ranks
 from rankzero.reporting.run_facts import straggler as told
+from rankzero.training.build import build
+from rankzero.training.distributed.world import World
+from rankzero.training.evaluation import evaluate_goal
 from rankzero.training.metrics.straggler import ForwardTimer, straggler
+from rankzero.training.stop import StopRequest
+from support.training import tiny
 
 
 def paces(forward: list[float], data_wait: list[float], windows: int = 10) -> dict[str, float]:
@@ -55,3 +61,9 @@ def test_the_first_forward_of_a_window_is_timed() -> None:
     assert watch.next_measure()(1, 2) == 3
     assert watch.next_measure() is measure, "later forwards of the window are left alone"
     assert 0.02 <= watch.read() < 0.3 and watch.read() == 0.0
+
+
+def test_an_evaluation_is_not_timed() -> None:
+    job, state = build(tiny(), World(Ranks(), torch.device("cpu")))
+    evaluate_goal(job, state, StopRequest())
+    assert job.forward_timer.read() == 0.0
