@@ -29,12 +29,9 @@ def sync(path: Path, piece: range | None = None) -> None:
     confirm them alone. So sync the file in the end, also for its length.
     """
     try:
-        if piece is not None:
-            _sync_piece(path, piece)
-            return
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(descriptor)
+            os.fsync(descriptor) if piece is None else _sync_piece(path, piece)
         finally:
             os.close(descriptor)
     except OSError as error:

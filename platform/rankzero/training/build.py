@@ -28,9 +28,7 @@ from rankzero.training.optimization.averaged_weights import AveragedWeights
 from rankzero.training.optimization.frozen import FrozenParts
 from rankzero.training.optimization.optimizers import as_values, options
 from rankzero.training.strategies.base import Strategy
-from rankzero.training_position import Progress, measure_at, takes_progress
-
-_SCHEDULE = "schedule(self, step, total_steps)"
+from rankzero.training_position import Progress, measure_at
 
 
 def build(
@@ -50,20 +48,16 @@ def build(
     trainable = [name for name, one in model.named_parameters() if one.requires_grad]
     make_loader = _loader_factory(experiment, world)
     train_loader = make_loader(train_set)
+    example_batch = functools.partial(_example_batch, train_loader, order)
     total = train.steps or (train.epochs or 0) * order.steps_per_epoch
     # After the model, so that its weights do not depend on the helpers.
     start = Progress(0, total, 0, True, frozen.helpers(experiment, world.device))
     meter = work_meter.of(experiment, model, world, start)
     strategy = strategies.build(
-        experiment,
-        model,
-        world,
-        measure_at(experiment.measure, start),
-        functools.partial(_example_batch, train_loader, order),
+        experiment, model, world, measure_at(experiment.measure, start), example_batch
     )
     # From here on, ranks with other samples draw other numbers, for dropout.
     rng.seed_all(train.seed, 1 + strategy.shard.rank)
-    parts = FrozenParts(experiment, model)
     job = TrainingContext(
         experiment,
         world,
@@ -75,17 +69,15 @@ def build(
         {group: make_loader(one) for group, one in val_sets.items()},
         make_loader,
         _forward_timer(experiment, world),
-        parts,
+        FrozenParts(experiment, model),
         work_meter=meter,
         helpers=start.helpers,
-        takes_progress=takes_progress(experiment.measure),
-        schedule_takes_progress=takes_progress(experiment.schedule, _SCHEDULE),
         model_tags=parameter_counts.tags(model),
         model_randoms=model_randoms,
         left_out=[name for name in trainable if not model.get_parameter(name).requires_grad],
     )
     state = _initial_state(strategy, train.ema)
-    parts.begin(0, strategy)
+    job.frozen_parts.begin(0, strategy)
     malloc.keep_freed_memory()
     return job, state
 

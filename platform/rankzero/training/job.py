@@ -22,7 +22,9 @@ from rankzero.training.optimization.frozen import FrozenParts
 from rankzero.training.optimization.precision import Precision
 from rankzero.training.sample_images.capture import ImageCapture
 from rankzero.training.strategies.base import MicroBatchStep, Strategy
-from rankzero.training_position import Progress, bound
+from rankzero.training_position import Progress, bound, takes_progress
+
+_SCHEDULE = "schedule(self, step, total_steps)"
 
 
 @dataclasses.dataclass
@@ -86,10 +88,17 @@ class TrainingContext:
     image_capture: ImageCapture = dataclasses.field(default_factory=ImageCapture)
     work_meter: WorkMeter = dataclasses.field(default_factory=WorkMeter)
     helpers: Mapping[str, nn.Module] = dataclasses.field(default_factory=dict)
-    takes_progress: bool = False
+    takes_progress: bool = dataclasses.field(init=False)
     """Whether the experiment's `measure` has a third parameter."""
-    schedule_takes_progress: bool = False
+    schedule_takes_progress: bool = dataclasses.field(init=False)
     mean_check: MeanCheck = dataclasses.field(default_factory=MeanCheck)
+
+    def __post_init__(self) -> None:
+        """Look once for what each step needs to know. Raises UserError for a wrong signature."""
+        measure, schedule = self.experiment.measure, self.experiment.schedule
+        takes = takes_progress(measure), takes_progress(schedule, _SCHEDULE)
+        object.__setattr__(self, "takes_progress", takes[0])
+        object.__setattr__(self, "schedule_takes_progress", takes[1])
 
     def epoch(self, step: int) -> int:
         """Return the epoch of the step that follows `step` finished ones."""

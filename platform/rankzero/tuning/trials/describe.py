@@ -172,8 +172,7 @@ def _described(
     experiment = with_changes(experiment_file.load(reference)(), settings)
     refuse_new(type(experiment))
     strategy, gpus = experiment.train.strategy, torch.cuda.device_count()
-    if processes is None:
-        processes = ranks.default_count(strategy, gpus // parallel)
+    processes = ranks.default_count(strategy, gpus // parallel) if processes is None else processes
     cores = max(1, core_count() // parallel)
     _check_processes(experiment.train, (processes, *more), parallel, cores, machines)
     model = experiment.model()
@@ -183,8 +182,7 @@ def _described(
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     made = experiment.optimizer(model)
     optimizer = type(next(iter(made.values())) if isinstance(made, Mapping) else made).__name__
-    named = re.search(r"^model name\s*:\s*(.+)$", _cpu_info(), re.MULTILINE)
-    processor = named[1] if named else platform.machine()
+    processors = re.findall(r"^model name\s*:\s*(.+)$", _cpu_info(), re.MULTILINE)
     return ExperimentDescription(
         name=type(experiment).__name__,
         settings=tuple(config.leaves(experiment)),
@@ -203,7 +201,7 @@ def _described(
         loads=not in_memory(data, experiment.collate),
         images=any(parameter.dim() == 4 for parameter in model.parameters()),
         batch_norm=any(isinstance(part, norms) for part in model.modules()),
-        processor="" if torch.cuda.is_available() else processor,
+        processor="" if torch.cuda.is_available() else [*processors, platform.machine()][0],
         code=code,
     )
 
