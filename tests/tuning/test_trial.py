@@ -67,7 +67,6 @@ def test_what_is_known_of_the_trials_follows_each_change() -> None:
         one.number for one in ones if one.abandoned
     }
     assert trials.taken == {one.number for one in taken} and len(trials.abandoned) > 3
-    assert sorted(trials.ended) == [one.number for one in ones if one.has_ended]
     assert trials.factors == sorted(one.parameters[FACTOR] for one in taken)
     assert [one for one in trials.ranked() if one.feasible] == sorted(
         good, key=lambda one: one.rank

@@ -11,7 +11,7 @@ _MAX_BYTES = 200
 # Other names are derived from it, such as those of a study's trials.
 _MAX_GIVEN_BYTES = 160
 MAX_STEM_BYTES = 80
-"""Of the name that is made of a text."""
+"""The most of a name that is made of a text."""
 # MLflow's limit.
 _MAX_EXPERIMENT = 500
 _PLAIN = re.compile(r"[A-Za-z0-9][\w.\-]*")

@@ -67,8 +67,6 @@ class Trials(Sequence[Trial]):
         self._complete: list[tuple[bool, float, int]] = []
         self.open, self.taken, self.abandoned = set[int](), set[int](), set[int]()
         """Numbers: of trials that have not ended, that the budget pays for, that are abandoned."""
-        self.ended: list[int] = []
-        """Numbers, in the order in which this process saw the trials end."""
         self.factors: list[float] = []
         """The factors of the learning rate of the taken trials, ascending."""
         self.values: dict[int, Sequence[float]] = {}
@@ -105,7 +103,6 @@ class Trials(Sequence[Trial]):
             self.abandoned.add(number)
         if trial.has_ended and number in self.open:
             self.open.remove(number)
-            self.ended.append(number)
         if trial.counts or trial.state == "RUNNING":
             self.taken.add(number)
             if FACTOR in trial.parameters:
