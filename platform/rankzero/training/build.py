@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from rankzero import ranks
 from rankzero.experiment import Experiment
@@ -76,7 +77,7 @@ def build(
         model_randoms=model_randoms,
         left_out=[name for name in trainable if not model.get_parameter(name).requires_grad],
     )
-    state = _initial_state(strategy, train.ema)
+    state = _initial_state(strategy, model, train.ema)
     job.frozen_parts.begin(0, strategy)
     malloc.keep_freed_memory()
     return job, state
@@ -126,13 +127,13 @@ def _example_batch(loader: Loader, order: BatchOrder) -> Any:
     return batch
 
 
-def _initial_state(strategy: Strategy, ema: float | None) -> State:
+def _initial_state(strategy: Strategy, model: nn.Module, ema: float | None) -> State:
     return State(
         strategy.model,
         strategy.optimizer,
         [float(group["lr"]) for group in strategy.optimizer.param_groups],
         as_values(options(strategy.optimizer)),
-        None if ema is None else AveragedWeights(strategy, ema),
+        None if ema is None else AveragedWeights(strategy, model, ema),
     )
 
 

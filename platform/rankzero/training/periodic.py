@@ -207,7 +207,7 @@ def state_dict(job: TrainingContext, state: State) -> dict[str, Any]:
     goal = job.experiment.goal
     return {
         **job.strategy.state(),
-        **({} if state.average is None else {"ema": state.average.state()}),
+        **({} if state.average is None else state.average.state()),
         "scaler": None if scaler is None else scaler.state_dict(),
         "randoms": randoms,
         "model_randoms": job.model_randoms,

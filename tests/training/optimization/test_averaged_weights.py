@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from rankzero import config
 from rankzero.ranks import Ranks
 from rankzero.training.build import build
 from rankzero.training.checkpoints import restore
@@ -29,6 +31,53 @@ def test_average_follows_its_formula() -> None:
     with state.weights_to_evaluate():
         assert torch.allclose(weight, wanted)
     assert torch.equal(weight, torch.full_like(weight, 19.0))
+
+
+class Halves(type(tiny())):  # type: ignore[misc]
+    def model(self) -> Any:
+        return super().model().bfloat16()
+
+    def measure(self, model: Any, batch: Any) -> Any:
+        return super().measure(model, [batch[0].bfloat16(), batch[1]])
+
+
+def halves(**changes: Any) -> Any:
+    return config.override(Halves(), {f"train.{name}": value for name, value in changes.items()})
+
+
+def test_the_average_of_a_bf16_model_moves_by_less_than_a_rounding() -> None:
+    _, state = build(halves(ema=0.999), WORLD)
+    weight, average = next(state.model.parameters()), state.average
+    assert average is not None
+    with torch.no_grad():
+        weight.fill_(1.0)
+        average.restart()
+        weight.fill_(2.0)
+    for step in range(20_000, 21_000):
+        average.update(step)
+        if step == 20_500:
+            with state.weights_to_evaluate():
+                assert not torch.equal(weight, torch.full_like(weight, 2.0))
+    assert torch.equal(weight, torch.full_like(weight, 2.0))
+    with state.weights_to_evaluate():
+        assert weight.mean().item() == pytest.approx(2 - 0.999**1000, abs=0.01)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_bf16_models_averages_are_resumed_bit_for_bit(
+    train: Trainer, tmp_path: Path, is_old: bool
+) -> None:
+    trained = train(halves(ema=0.99), tmp_path).state
+    saved = restore.load(next((tmp_path / "checkpoints").glob("step_*24")))
+    if is_old:
+        del saved["ema_rests"]
+    job, state = build(halves(ema=0.99), WORLD)
+    restore.apply(saved, job, state)
+    assert state.average is not None and trained.average is not None
+    pairs = list(zip(state.average._averages, trained.average._averages, strict=True))
+    wanted = [two.bfloat16().float() if is_old else two for _, two in pairs]
+    assert all(torch.equal(one, two) for (one, _), two in zip(pairs, wanted, strict=True))
+    assert all(map(torch.equal, state.model.parameters(), trained.model.parameters()))
 
 
 def test_averages_are_evaluated_and_the_training_is_left_alone(

@@ -4,27 +4,37 @@
     decay   = min(train.ema, (1 + step) / (10 + step))       so that the first weights fade soon
 
 The training continues with its own weights. Buffers, such as running statistics, are not averaged.
+The averages of weights in bf16 or fp16 are in fp32: a half would round each small step away.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rankzero.training.data.batch import map_tensors
 from rankzero.training.strategies.base import Strategy
 
+_HALVES = (torch.bfloat16, torch.float16)
+
 
 class AveragedWeights:
-    """The averages of this rank's weights, or of its parts of them, on the device."""
+    """The averages of this rank's weights, or of its parts of them, on the device.
 
-    def __init__(self, strategy: Strategy, decay: float) -> None:
+    `model`: the whole one, on every rank.
+    """
+
+    def __init__(self, strategy: Strategy, model: nn.Module, decay: float) -> None:
         self._strategy, self._decay = strategy, decay
-        self._averages = [weight.clone() for weight in self._floating()]
+        self._has_halves = any(one.dtype in _HALVES for one in model.parameters())
+        self._averages = [
+            weight.float() if weight.dtype in _HALVES else weight.clone()
+            for weight in self._floating()
+        ]
         # FSDP moves its parts in the first forward, so the first update looks them up.
         self._weights: list[Tensor] = []
 
@@ -37,35 +47,64 @@ class AveragedWeights:
         if not self._weights:
             self._weights = self._floating()
         decay = min(self._decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(self._averages, self._weights, 1 - decay)
+        weights = self._weights
+        if self._has_halves:
+            weights = [one.to(a.dtype) for one, a in zip(weights, self._averages, strict=True)]
+        torch._foreach_lerp_(self._averages, weights, 1 - decay)
+
+    def in_model(self) -> contextlib.AbstractContextManager[None]:
+        """Exchange the model's weights for their averages inside the block."""
+        return self._exchanged(self._averages)
 
     @contextlib.contextmanager
-    def in_model(self) -> Iterator[None]:
-        """Exchange the model's weights for their averages inside the block."""
-        self._exchange()
+    def _exchanged(self, values: Sequence[Tensor]) -> Iterator[None]:
+        # What is in fp32 for a half is copied, and stays as it is.
+        fitting = self._rounded(values)
+        self._exchange(fitting)
         try:
             yield
         finally:
-            self._exchange()
+            self._exchange(fitting)
 
-    def _exchange(self) -> None:
+    def _rounded(self, values: Sequence[Tensor]) -> list[Tensor]:
+        return [value.to(one.dtype) for one, value in zip(self._floating(), values, strict=True)]
+
+    def _exchange(self, values: Sequence[Tensor]) -> None:
         # In place, because kernels, buckets and compiled code know the weights by their memory.
-        for weight, average in zip(self._floating(), self._averages, strict=True):
+        for weight, value in zip(self._floating(), values, strict=True):
             kept = weight.clone()
-            weight.copy_(average)
-            average.copy_(kept)
+            weight.copy_(value)
+            value.copy_(kept)
 
     def state(self) -> dict[str, Any]:
-        """Return the whole averaged model on rank 0. Elsewhere: anything. Collective."""
-        with self.in_model():
+        """Return a checkpoint's averages on rank 0. Elsewhere: anything. Collective.
+
+        ``ema`` is the whole averaged model. With halves, ``ema_rests`` are two models of halves
+        that, added to it, are the averages in fp32.
+        """
+        found, values = [self._state_of(self._averages)], self._averages
+        # A strategy gathers weights as the model has them. fp32 has the digits of three bf16.
+        for _ in range(2 if self._has_halves else 0):
+            values = [a - b for a, b in zip(values, self._rounded(values), strict=True)]
+            rest = self._state_of(values).items()
+            found.append({k: v for k, v in rest if getattr(v, "dtype", None) in _HALVES})
+        return {"ema": found[0], "ema_rests": found[1:]}
+
+    def _state_of(self, values: Sequence[Tensor]) -> dict[str, Any]:
+        with self._exchanged(values):
             # Copied, because the model's own tensors get the training's weights back.
             found: dict[str, Any] = map_tensors(dict(self._strategy.model_state()), Tensor.clone)
         return found
 
-    def load(self, saved: Mapping[str, Any]) -> None:
+    def load(self, saved: Mapping[str, Any], rests: Sequence[Mapping[str, Any]] = ()) -> None:
         """Take the averages of a checkpoint. It overwrites the model. Collective."""
         self._strategy.load_model(saved)
         self.restart()
+        for rest in rests:
+            self._strategy.load_model({**saved, **rest})
+            for weight, average in zip(self._floating(), self._averages, strict=True):
+                if weight.dtype in _HALVES:
+                    average.add_(weight)
 
     def restart(self) -> None:
         """Start the averages at the model's weights."""
