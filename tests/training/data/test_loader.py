@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from rankzero.experiment import Experiment
+from rankzero.launch.failures import DescribedError
 from rankzero.training.data.batch import samples_in
 from rankzero.training.data.loader import BatchLoader, copied_ahead
 from rankzero.training.data.order import BatchOrder
@@ -133,6 +134,18 @@ def test_batched_access_augments_each_sample_with_its_own_seed() -> None:
 
     assert rows(part, 10) == rows(Noise(), 10) == rows(part, 5)
     assert rows(Batched(), 10) == rows(Noise(), 10) == rows(Batched(), 5)
+
+
+def test_an_error_says_that_batched_access_which_draws_gets_one_index() -> None:
+    class Padded(Noise):
+        def __getitems__(self, indices: list[int]) -> list[Tensor]:
+            longest = max(indices)
+            return [torch.rand(longest + 1) for _ in indices]
+
+    batches = feed(Padded()).train_batches(BatchOrder(20, 8, 8, 1, 3), 0, 0, 1)
+    with pytest.raises(DescribedError) as raised:
+        next(batches)
+    assert "of the training set; its __getitems__ draws, so" in raised.value.failure.reason
 
 
 def drawn_by_collate(

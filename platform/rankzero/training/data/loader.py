@@ -28,6 +28,10 @@ RESIDENT_BYTES = 1 << 30
 EVALUATION_WORKERS = 2
 # Indices of samples that are copied to the GPU at once, and the batches that they are of.
 INDICES_AHEAD, BATCHES_AHEAD = 1 << 16, 1 << 10
+_ALONE = (
+    "; its __getitems__ draws, so it is given one index at a time: do in collate() what needs the "
+    "whole batch"
+)
 Key = tuple[int, int, list[int]]
 """A batch: its number from the start of the run, its epoch, and the indices of its samples."""
 
@@ -176,7 +180,8 @@ class _SeededBatches(Dataset[Any]):
                 where = f"samples {which}"
             elif len(samples) < len(indices):
                 where = f"sample {indices[len(samples)]}"
-            return self._maker.failure(error, where)
+            note = _ALONE if self._is_batched and not self._is_whole else ""
+            return self._maker.failure(error, where, note)
 
     def _at_once(self, seed: int, indices: list[int]) -> list[Any]:
         """Return a batch's samples, or none if the data set draws: each needs a seed of its own."""

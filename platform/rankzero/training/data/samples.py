@@ -38,11 +38,11 @@ class BatchMaker:
         seed(mix(self.seed, number, self.rank, self.training))
         return self.collate(samples)
 
-    def failure(self, error: Exception, where: str) -> Failure:
+    def failure(self, error: Exception, where: str, note: str = "") -> Failure:
         """Return what the user's code raised `where`, as the rank reports it."""
         found = failures.describe(error, self.rank)
         role = "training" if self.training else "validation"
-        return dataclasses.replace(found, reason=f"{found.reason}: {where} of the {role} set")
+        return dataclasses.replace(found, reason=f"{found.reason}: {where} of the {role} set{note}")
 
 
 def batch_maker(collate: Collate, seed: int, rank: int, *, training: bool) -> BatchMaker:
