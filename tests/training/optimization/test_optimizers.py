@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn, optim
@@ -142,11 +143,16 @@ def test_a_schedule_may_have_a_factor_for_each_group() -> None:
     assert learning_rates(optimizer) == {"lr": 0.05, "lr/head": 0.25}
     set_lr(optimizer, [0.1, 0.5], (0.5, 1.0))
     assert learning_rates(optimizer) == {"lr": 0.05, "lr/head": 0.5}
+    for several in (np.array([0.25, 0.5]), torch.tensor([0.25, 0.5])):
+        set_lr(optimizer, [0.1, 0.5], several)
+        assert learning_rates(optimizer) == {"lr": 0.025, "lr/head": 0.25}
+    set_lr(optimizer, [0.1, 0.5], torch.tensor([0.5]))
+    assert learning_rates(optimizer) == {"lr": 0.05, "lr/head": 0.25}
     del optimizer.param_groups[1]["name"]
     assert list(learning_rates(optimizer)) == ["lr", "lr/1"]
 
 
-@pytest.mark.parametrize("factors", [[], [1.0], (1.0, 1.0, 1.0)])
+@pytest.mark.parametrize("factors", [[], [1.0], (1.0, 1.0, 1.0), np.ones(3)])
 def test_a_wrong_number_of_factors_is_refused(factors: Any) -> None:
     wanted = f"returned {len(factors)} factors, but the optimizer has 2 parameter groups"
     with pytest.raises(UserError, match=wanted):

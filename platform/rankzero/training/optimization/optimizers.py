@@ -134,14 +134,18 @@ def _by_group(
                 f"{', '.join(parts) or 'one optimizer'}: return one factor for each optimizer"
             )
         return [factors[name] for name, part in parts.items() for _ in part.param_groups]
-    if not isinstance(factors, Sequence):
-        return [float(factors)] * groups
-    if len(factors) != groups:
+    # An array or a tensor is no Sequence. One of a single number is a factor for all groups.
+    values: Any = factors
+    if getattr(values, "ndim", 0) and len(values) != 1:
+        values = values.tolist()
+    if not isinstance(values, Sequence):
+        return [float(values)] * groups
+    if len(values) != groups:
         raise UserError(
-            f"schedule() returned {len(factors)} factors, but the optimizer has {groups} parameter "
+            f"schedule() returned {len(values)} factors, but the optimizer has {groups} parameter "
             "groups: return one float, or one for each group"
         )
-    return factors
+    return values
 
 
 def learning_rates(optimizer: Optimizer) -> dict[str, float]:
