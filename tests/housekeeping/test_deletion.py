@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from rankzero.cli.housekeeping import delete as delete_command
 from rankzero.cli.main import main
 from rankzero.errors import FAILED, UserError
 from rankzero.events import Event
-from rankzero.housekeeping.deletion import Housekeeper, mark
+from rankzero.housekeeping.deletion import Housekeeper, alone, mark
 from rankzero.mlflow_store import uris
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store import removal, run_locks
@@ -314,6 +315,29 @@ def test_children_go_with_their_run(root: Path, here: Here) -> None:
     assert not names(root)
     assert here("prune", "--deleted", "--yes")[0] == 0
     assert not study.path.exists() and not trial.path.exists()
+
+
+def test_study_with_more_children_than_open_files_is_deleted(root: Path) -> None:
+    study = make_folder(root, name="study")
+    for number in range(40):
+        child = make_folder(root, name=f"study-t{number}", parent="study")
+        append(child, ended())
+        study.add_child(child.path.name)
+    append(study, ended())
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
+    try:
+        with alone(study) as unused:
+            assert unused
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_prune_does_not_blame_mlflow_for_an_error_of_the_disk(root: Path, here: Here) -> None:
+    folder = finished(root, "one")
+    (folder.path / "launcher.lock").mkdir()
+    output = here("prune", "--keep-best", 0, "--yes")[1]
+    assert "kept: one: IsADirectoryError" in output and "MLflow" not in output, output
 
 
 def test_study_that_is_searched_stays(root: Path) -> None:

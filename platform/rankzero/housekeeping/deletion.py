@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from rankzero.catalog import command_lines, deleted, lookup
 from rankzero.errors import UserError
 from rankzero.mlflow_store import uris
-from rankzero.run_store import delivery_state, names, removal, run_locks
+from rankzero.run_store import delivery_state, lock_files, names, removal, run_locks
 from rankzero.run_store.attempt import is_written, sole_launcher
 from rankzero.run_store.folder import RunFolder, write_atomically
 from rankzero.tracking import delivery_status
@@ -195,6 +195,8 @@ def _forget_study(folder: RunFolder) -> None:
 @contextlib.contextmanager
 def alone(folder: RunFolder) -> Iterator[bool]:
     """Yield whether no process launches, writes or delivers the run or a child, nor can begin."""
+    # Two files for each child. A long search has more than a process may open at first.
+    lock_files.allow_many_files()
     with contextlib.ExitStack() as locks:
 
         def take(one: RunFolder) -> bool:

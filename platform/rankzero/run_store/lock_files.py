@@ -8,10 +8,22 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import resource
 import stat
 import tempfile
 import time
 from pathlib import Path
+
+_OPEN_FILES = 65536
+
+
+def allow_many_files() -> None:
+    """Let this process open many files at a time. Many systems allow 1024 at first."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def open_lock(path: Path) -> int:

@@ -131,7 +131,10 @@ def _may_go(keeper: Housekeeper, one: Summary) -> bool:
     try:
         why = keeper.obstacle(one.folder)
     except Exception as error:  # as an MLflow that does not answer
-        why = line_without_secrets(f"MLflow does not answer: {reason(error)}")
+        # Only an error of this disk names a file.
+        is_here = isinstance(error, OSError) and error.filename is not None
+        why = "" if is_here else "MLflow does not answer: "
+        why = line_without_secrets(f"{why}{reason(error)}")
     if why is not None:
         print(f"kept: {printable(one.shown_name)}: {why}")
     return why is None

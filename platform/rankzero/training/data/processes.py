@@ -11,7 +11,6 @@ import fcntl
 import functools
 import multiprocessing
 import os
-import resource
 import signal
 import stat
 import sys
@@ -25,12 +24,11 @@ from torch.utils.data import DataLoader
 
 from rankzero.launch import signals
 from rankzero.launch.failures import DescribedError, Failure
+from rankzero.run_store import lock_files
 from rankzero.training.data.device_copy import DeviceCopier
 
 MOST_WORKERS = 8
 PREFETCHED = 4  # batches for each loading process
-# PyTorch sends each tensor of a batch as an open file. Many systems allow 1024 at first.
-OPEN_FILES = 65536
 
 
 def loader_workers(wanted: int | None, local_world_size: int, cores: int) -> int:
@@ -54,7 +52,8 @@ def make_loader(
     """
     context = None
     if workers:
-        _allow_open_files()
+        # PyTorch sends each tensor of a batch as an open file.
+        lock_files.allow_many_files()
         # `multiprocessing.set_start_method` in the user's file chooses otherwise.
         if sys.platform == "linux" and multiprocessing.get_start_method(allow_none=True) is None:
             context = "fork"
@@ -93,14 +92,6 @@ def load(loader: DataLoader[Any], device: torch.device) -> Iterator[Any]:
 
 def _unchanged(batch: Any) -> Any:
     return batch
-
-
-def _allow_open_files() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft not in (resource.RLIM_INFINITY,) and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _begin(_worker: int) -> None:
