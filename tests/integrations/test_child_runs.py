@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
 from mlflow.entities import Run
 
 import rankzero
@@ -66,6 +69,27 @@ def test_children_are_below_their_run_in_mlflow() -> None:
     assert found["cv-fold-2"].data.params["fold"] == "2"
     assert found["cv-fold-2"].data.params["goal.metric"] == "accuracy"
     assert ends(inner) == ["FINISHED"], "its run has ended it"
+
+
+def test_ended_child_keeps_no_state_in_memory() -> None:
+    with rankzero.track("folds", name="cv", offline=True) as run:
+        weight = torch.ones(1000)
+        with run.child("held") as held:
+            held.checkpoint({"weight": weight}, step=1)
+        with run.child("dropped") as dropped:
+            dropped.checkpoint({"weight": weight}, step=1)
+        last = weakref.ref(dropped)
+        del dropped
+        gc.collect()
+        # A plain copy of the state would be a tensor, too.
+        copies = [one for one in gc.get_objects() if _is_copy(one, weight)]
+        assert last() is None and not copies
+        held.log({"loss": 1.0})
+    assert ends(held) == ["FINISHED", "FINISHED"], "the end of its run ends it once more"
+
+
+def _is_copy(found: object, of: torch.Tensor) -> bool:
+    return type(found) is torch.Tensor and found is not of and found.shape == of.shape
 
 
 def test_child_continues_its_run_too() -> None:

@@ -121,6 +121,7 @@ class Attempt:
             raise
         finally:
             self._log_end(error)
+            self.checkpoints = None  # It holds the last state in host memory.
 
     def _log_end(self, error: BaseException | None) -> None:
         status, reason = process_end.status_of(error)

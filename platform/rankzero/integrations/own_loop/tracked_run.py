@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import is_exiting
@@ -58,7 +59,9 @@ class TrackedRun:
     ) -> None:
         """`named`: whether MLflow may have a checkpoint of the run that this disk lacks."""
         self._open_log, self._identity, self._offline = open_log, identity, offline
-        self._named, self._children = named, list[TrackedRun]()
+        self._named = named
+        # A child that has ended, and that the program has dropped, cannot begin again.
+        self._children = weakref.WeakSet[TrackedRun]()
         self._top = self
         self._active: str | None = None
         self._goal, self._keep, self._params = goal, keep, dict(params or {})
@@ -180,7 +183,7 @@ class TrackedRun:
         with self._lock:
             if not self._is_open:
                 return
-            for child in self._children:
+            for child in list(self._children):
                 child.finish(error)
             active, self._active = self._active, None
             if active is not None:
@@ -420,6 +423,7 @@ class TrackedRun:
         from rankzero.integrations.own_loop.null_run import NullTrackedRun
 
         params = {key: text for key, text in self._params.items() if key.startswith("goal.")}
+        run: TrackedRun = NullTrackedRun()
         top = self._top._log.folder  # Its courier delivers all that is below it.
 
         def add_params() -> None:
@@ -434,13 +438,13 @@ class TrackedRun:
             return log
 
         def begin() -> None:
+            nonlocal run
             above = self._log.folder.identity
             identity = top.identity.child(f"{above.name}-{_plain(str(name))}")
             if self._top is not self:
                 identity = dataclasses.replace(identity, parent_uuid=above.uuid)
             known = RunFolder(top.path.with_name(identity.name))
-            parents = identity.parent, identity.parent_uuid
-            if known.events.exists() and parents != (
+            if known.events.exists() and (identity.parent, identity.parent_uuid) != (
                 known.identity.parent,
                 known.identity.parent_uuid,
             ):
@@ -454,12 +458,12 @@ class TrackedRun:
             # The end of a run is its children's, and a child's new attempt is one of its run. With
             # a lock each, they could wait for each other.
             run._top, run._lock = self._top, self._lock
-            self._children.append(run)
+            self._children.add(run)
 
         with self._lock:
             self._guarded(f"the config of the child {name!r} is not logged", add_params)
-            begun = self._guarded(f"the child {name!r} is not tracked", begin)
-            return self._children[-1] if begun else NullTrackedRun()
+            self._guarded(f"the child {name!r} is not tracked", begin)
+            return run
 
     def mlflow(self) -> str | None:
         """Let this thread's own calls of mlflow reach this run, until `finish`. Returns its `id`.
