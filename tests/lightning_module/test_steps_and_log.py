@@ -6,10 +6,12 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch import nn
 
+from rankzero import Train
 from rankzero.errors import UserError
 from rankzero.lightning_module import init_arguments
-from rankzero.lightning_module.steps_and_log import metrics_of
+from rankzero.lightning_module.steps_and_log import LightningSteps, TrainerStub, metrics_of
 
 LOSS = torch.tensor(2.0)
 
@@ -40,6 +42,54 @@ def test_validation_step_may_log_or_return_its_loss() -> None:
 def test_step_without_a_loss_is_refused(training: bool, message: str) -> None:
     with pytest.raises(UserError, match=message):
         metrics_of(None, {"acc": 0.5}, training=training)
+
+
+class Kept(nn.Module):
+    """As a metric of torchmetrics that keeps all outputs, such as Spearman's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reset()
+
+    def reset(self) -> None:
+        self.kept: list[torch.Tensor] = []
+        self._forward_cache: torch.Tensor | None = None
+
+    def update(self, outputs: torch.Tensor) -> None:
+        self.kept.append(outputs)
+
+    def forward(self, outputs: torch.Tensor) -> torch.Tensor:
+        self.update(outputs)
+        self._forward_cache = outputs.mean()
+        return self._forward_cache
+
+
+class Measured(nn.Module):
+    automatic_optimization = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score, self.updated = Kept(), Kept()
+
+    def setup(self, stage: str) -> None: ...
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        self.score(batch)
+        self.updated.update(batch)
+        self.log("train_score", self.score)
+        return batch.sum()
+
+    validation_step = training_step
+
+
+def test_metric_keeps_the_outputs_of_one_step() -> None:
+    module = Measured()
+    steps = LightningSteps(module, TrainerStub(Train(batch_size=2)))
+    steps.trainer.batch_index = 0
+    for value in (1.0, 3.0):
+        assert float(steps(torch.full((2,), value))["score"]) == value
+        assert not module.score.kept
+    assert len(module.updated.kept) == 2, "a module may collect what it computes later"
 
 
 class Base:

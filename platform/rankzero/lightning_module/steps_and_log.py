@@ -97,6 +97,8 @@ class LightningSteps(nn.Module):
         for part in module.modules():
             if hasattr(part, "training_step"):
                 part.log = self._keep
+        # Those of torchmetrics, which has no public name for the value of the last batch.
+        self._metrics = [part for part in module.modules() if hasattr(part, "_forward_cache")]
         self._steps = {True: _caller(module.training_step), False: _caller(module.validation_step)}
 
     @property
@@ -112,7 +114,12 @@ class LightningSteps(nn.Module):
         trainer = self.trainer
         trainer.training = self.training
         result = self._steps[self.training](batch, trainer.batch_index)
-        return metrics_of(result, self._logged, training=self.training)
+        found = metrics_of(result, self._logged, training=self.training)
+        for metric in self._metrics:
+            # RankZero takes the value of each batch. A metric that goes on would keep all outputs.
+            if metric._forward_cache is not None:
+                metric.reset()
+        return found
 
     def _keep(self, name: str, value: Any, *_: Any, **__: Any) -> None:
         """Replace `LightningModule.log`. RankZero averages every metric over samples and ranks."""
@@ -151,7 +158,6 @@ def metrics_of(result: Any, logged: Mapping[str, Any], *, training: bool) -> dic
 
 def _value(name: str, value: Any, device: torch.device | None) -> Tensor:
     """Return a logged value as a 0-d tensor. Raises UserError for a metric that was not called."""
-    # torchmetrics has no public name for the value of the last batch.
     batch_value = getattr(value, "_forward_cache", None)
     if isinstance(value, nn.Module) and batch_value is None:
         raise UserError(
