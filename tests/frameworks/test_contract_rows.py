@@ -221,6 +221,31 @@ def test_ignites_handler_is_a_logger_that_ends_with_its_block() -> None:
 VALUES = {"lr/group_0": 0.5, "val/mean": 3.0}
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_ignites_other_handlers_of_an_exception_decide_if_it_is_raised(first: bool) -> None:
+    needs("ignite")
+    from ignite.engine import Engine, Events
+
+    from rankzero.integrations.ignite import RankZeroHandler
+
+    def fail(_engine: object, _batch: object) -> None:
+        raise ValueError("odd batch")
+
+    trainer, logger, got = Engine(fail), RankZeroHandler(), list[object]()
+    if not first:
+        logger.attach(trainer)
+    trainer.add_event_handler(Events.EXCEPTION_RAISED, lambda _, error: got.append(error))
+    if first:
+        logger.attach(trainer)
+    trainer.run([0])
+    assert [type(one) for one in got] == [ValueError]
+    assert recorded.ends(only_run()) == [("FAILED", "ValueError: odd batch")]
+    alone = Engine(fail)
+    RankZeroHandler().attach(alone)
+    with pytest.raises(ValueError, match="odd batch"):
+        alone.run([0])
+
+
 def test_ignites_block_that_raises_fails_the_run() -> None:
     needs("ignite")
     from rankzero.integrations.ignite import RankZeroHandler

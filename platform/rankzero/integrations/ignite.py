@@ -96,10 +96,13 @@ class RankZeroHandler(BaseLogger):
         metrics = {f"val/{name}": value for name, value in evaluator.state.metrics.items()}
         self._run.evaluated(metrics, trainer.state.iteration)
 
-    def _exception(self, _: Engine, error: BaseException) -> None:
+    def _exception(self, engine: Engine, error: BaseException) -> None:
         self._run.end(error)
-        # Ignite does not raise an exception that has a handler.
-        raise error
+        # Ignite raises an exception only if it has no handler. Others decide that for themselves.
+        # Handlers have no public name.
+        handlers = [one for one, *_ in engine._event_handlers[Events.EXCEPTION_RAISED]]
+        if all(isinstance(getattr(one, "__self__", None), RankZeroHandler) for one in handlers):
+            raise error
 
 
 class OutputHandler(BaseOutputHandler):
