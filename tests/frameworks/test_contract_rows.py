@@ -120,6 +120,23 @@ def test_lightnings_checkpoints_lie_below_the_runs_name_and_a_validation_continu
     assert "val/loss" in recorded.read(only_run()).rows[2]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_lightnings_logger_keeps_no_trainer_after_the_training(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs("lightning")
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.utilities import rank_zero_only
+
+    from rankzero.integrations.lightning import RankZeroLogger
+
+    logger = RankZeroLogger()
+    logger.trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    monkeypatch.setattr(rank_zero_only, "rank", rank)
+    logger.finalize("success")
+    assert logger.trainer is None
+
+
 def test_accelerates_project_name_is_the_experiment() -> None:
     needs("accelerate")
     from accelerate import Accelerator, tracking

@@ -57,7 +57,7 @@ class RankZeroLogger(Logger):
         self.newest_step = 0
         """The newest step of a `RankZeroCallback`, from 1; 0 without one."""
         self.trainer: Trainer | None = None
-        """That of the callback's newest training."""
+        """That of the callback's training, until its end."""
 
     @property
     def name(self) -> str:
@@ -102,9 +102,14 @@ class RankZeroLogger(Logger):
             saved = checkpoint_callback._last_checkpoint_saved
             self.deferred_run.begin().log_artifact(saved, "checkpoints")
 
-    @rank_zero_only
     def finalize(self, status: str) -> None:
         """End the run with Lightning's status, unless the callback has ended it before."""
+        # It holds the model and the optimizer, on every rank.
+        self.trainer = None
+        self._end(status)
+
+    @rank_zero_only
+    def _end(self, status: str) -> None:
         # Slurm's requeue reports "finished". A failure is reported while its exception is handled.
         is_success = status in ("success", "finished")
         error = None if is_success else sys.exception() or RuntimeError(f"the training {status}")
