@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,13 @@ def test_only_new_makes_a_further_study_of_the_same_name(tmp_path: Path) -> None
     begun("sweep-4", "search x.py --name sweep --new")
     assert named("--name", "sweep") == "sweep-4" and named("--name", "sweep-2") == "sweep-2"
     assert named("--name", "other", "--new") == "other"
+    # Erased ones leave gaps.
+    for name in ("sweep", "sweep-2"):
+        shutil.rmtree(tmp_path / "runs" / name)
+    assert named("--name", "sweep") == "sweep-4"
+    assert named("--name", "sweep", "--new") == "sweep-5"
+    shutil.rmtree(tmp_path / "runs" / "sweep-4")
+    assert named("--name", "sweep", "--new") == "sweep", "the others are no studies of that name"
 
 
 def test_a_study_does_not_go_on_in_a_run_of_another_kind(tmp_path: Path) -> None:

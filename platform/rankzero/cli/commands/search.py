@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import glob
 import hashlib
 import json
 import math
@@ -391,12 +392,23 @@ def _newest_study(runs: Path, base: str, verb: str, new: bool) -> str:
 
     Only `--new` makes a further one. A run that the user has called ``base-2`` is none.
     """
-    newest, count = base, 2
-    while (runs / (name := f"{base}-{count}")).exists():
-        command = _first_environment(RunFolder(runs / name)).get("rankzero.command", "")
-        words = reproduce.words(command)
-        is_own = name in command.replace("=", " ").split()
-        if words[:2] == ["rankzero", verb] and "--new" in words and not is_own:
-            newest = name
+    # Somebody may have erased earlier ones.
+    known = {1: base} if (runs / base).exists() else {}
+    for path in runs.glob(f"{glob.escape(base)}-*"):
+        number = path.name.removeprefix(f"{base}-")
+        if number.isdecimal() and _is_further(RunFolder(path), verb):
+            known[int(number)] = path.name
+    count = max(known, default=0)
+    if not new or not known:
+        return known.get(count, base)
+    while (runs / (name := f"{base}-{count + 1}")).exists():
         count += 1
-    return f"{base}-{count}" if new and (runs / base).exists() else newest
+    return name
+
+
+def _is_further(folder: RunFolder, verb: str) -> bool:
+    """Return whether `--new` made the run, and named it."""
+    command = _first_environment(folder).get("rankzero.command", "")
+    words = reproduce.words(command)
+    is_named = folder.path.name in command.replace("=", " ").split()
+    return words[:2] == ["rankzero", verb] and "--new" in words and not is_named
