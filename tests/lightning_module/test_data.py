@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from rankzero.errors import UserError
 from rankzero.lightning_module import data
+from rankzero.training.data.samples import batch_maker
 
 SAMPLES: Any = [1, 2, 3, 4]
 
@@ -34,6 +36,24 @@ def test_a_validation_loader_that_is_set_on_the_object_counts() -> None:
     assert data.from_hooks(source).val is None
     source.val_dataloader = lambda: DataLoader([3])  # type: ignore[arg-type]
     assert data.from_hooks(source).val == [3]
+
+
+def mixed(samples: list[int]) -> list[int]:
+    return [sum(samples)] * len(samples)
+
+
+def test_each_loader_keeps_its_own_collate_fn() -> None:
+    source: Any = Hooks()
+    source.train_dataloader = lambda: DataLoader(SAMPLES, collate_fn=mixed)
+    source.val_dataloader = lambda: DataLoader(SAMPLES, collate_fn=list)
+    found = pickle.loads(pickle.dumps(data.from_hooks(source).collate))
+    made = {
+        training: batch_maker(found, 0, 0, training=training).make(0, [1, 2], lambda _: None)
+        for training in (True, False)
+    }
+    assert made == {True: [3, 3], False: [1, 2]}
+    source.val_dataloader = source.train_dataloader
+    assert data.from_hooks(source).collate is mixed
 
 
 class Longest(BatchSampler):

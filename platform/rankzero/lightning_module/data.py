@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterator
@@ -34,7 +35,8 @@ class LoadedData:
     train: Any
     val: Any
     """None without a validation set."""
-    collate: Callable[[list[Any]], Any]
+    collate: Callable[..., Any]
+    """As `Experiment.collate`: it may ask whether it trains."""
 
 
 def from_hooks(source: Any) -> LoadedData:
@@ -44,10 +46,20 @@ def from_hooks(source: Any) -> LoadedData:
     """
     prepare(source)
     source.setup("fit")
-    train, val = _loader(source, "train_dataloader"), None
-    if not source.val_dataloader.__module__.startswith(_LIGHTNING):
-        val = _loader(source, "val_dataloader").dataset
-    return LoadedData(train.dataset, val, train.collate_fn)
+    train = _loader(source, "train_dataloader")
+    if source.val_dataloader.__module__.startswith(_LIGHTNING):
+        return LoadedData(train.dataset, None, train.collate_fn)
+    val = _loader(source, "val_dataloader")
+    # A single function may be PyTorch's default, which needs no loading processes for tensors.
+    both: Callable[..., Any] = functools.partial(_collate, train.collate_fn, val.collate_fn)
+    collate = train.collate_fn if train.collate_fn == val.collate_fn else both
+    return LoadedData(train.dataset, val.dataset, collate)
+
+
+def _collate(
+    train: Callable[..., Any], val: Callable[..., Any], samples: list[Any], training: bool
+) -> Any:
+    return train(samples) if training else val(samples)
 
 
 def prepare(source: Any) -> None:
