@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 from rankzero.cli import main, options
-from rankzero.cli.commands.search import study_identity
+from rankzero.cli.commands.search import open_run, study_identity
 from rankzero.cli.commands.train import experiment_of
 from rankzero.errors import UserError
-from rankzero.events import RunStarted
+from rankzero.events import RunEnded, RunStarted
 from rankzero.mlflow_store.client import MlflowRuns
+from rankzero.run_store.journal import read_all
 from rankzero.tracking import sync
 from rankzero.tuning.reports.study_run import StudyRun
 from rankzero.tuning.space import make_space
@@ -133,6 +135,31 @@ def test_only_new_makes_a_further_study_of_the_same_name(tmp_path: Path) -> None
     assert named("--name", "sweep", "--new") == "sweep-5"
     shutil.rmtree(tmp_path / "runs" / "sweep-4")
     assert named("--name", "sweep", "--new") == "sweep", "the others are no studies of that name"
+
+
+@pytest.mark.parametrize(
+    ("verb", "again"),
+    [
+        ("compare", None),
+        ("profile", None),
+        ("probe", f"rankzero probe {TINY} --name run"),
+        ("repeat", "rankzero repeat run"),
+    ],
+)
+def test_ctrl_c_names_the_command_that_continues_if_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, again: str | None
+) -> None:
+    words = [verb, str(TINY), "--name", "run", *(["--new"] if verb == "probe" else [])]
+    monkeypatch.setattr(sys, "argv", ["rankzero", *words])
+    given = main.parse([*words, "--offline", "--dir", str(tmp_path)])
+    identity = options.identity_for(given, "run")
+    with pytest.raises(KeyboardInterrupt), open_run(given, identity, tiny()) as study:
+        raise KeyboardInterrupt
+    (reason,) = [one.reason for one in read_all(study.folder.events) if isinstance(one, RunEnded)]
+    if again is None:
+        assert reason == "stopped by Ctrl-C"
+    else:
+        assert reason.startswith("stopped by Ctrl-C; `") and reason.endswith(f"{again}` resumes it")
 
 
 def test_a_study_does_not_go_on_in_a_run_of_another_kind(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ class SearchSetup:
     use: str
     """The command that trains with the sweet spot."""
     again: str
-    """This command."""
+    """The command that continues the search."""
     offline: bool
     """Whether runs are only recorded, and delivered to MLflow later."""
     tags: Mapping[str, str]
@@ -294,6 +294,7 @@ def _open_run(setup: SearchSetup, identity: Identity) -> AbstractContextManager[
         offline=setup.offline,
         tags=setup.tags,
         options={f"search.{name}": values.render(value) for name, value in options},
+        again=setup.again,
     )
 
 

@@ -247,6 +247,7 @@ def open_run(
     params: Mapping[str, str] | None = None,
 ) -> AbstractContextManager[StudyRun]:
     """Return a run that is the parent of others, for a ``with`` block; `params`: further ones."""
+    again = {"probe": _again(), "repeat": command(None, "repeat", identity.name)}
     return StudyRun.open(
         arguments.dir / "runs",
         identity,
@@ -255,7 +256,14 @@ def open_run(
         offline=arguments.offline,
         tags=options.tags_of(arguments),
         options=params,
+        again=again.get(arguments.verb, ""),
     )
+
+
+def _again() -> str:
+    """Return the command that continues what this one began."""
+    words = [word for word in sys.argv[1:] if word != "--new"]
+    return text_without_secrets(shlex.join([program(), *words]))
 
 
 def _refuse_other(folder: RunFolder, verb: str) -> None:
@@ -308,7 +316,7 @@ def _search(
         probes=arguments.probe,
         like=arguments.like,
         use=command(None, "train", arguments.experiment, "--from", identity.name),
-        again=text_without_secrets(shlex.join([program(), *sys.argv[1:]])),
+        again=_again(),
         offline=arguments.offline,
         tags=options.tags_of(arguments),
         argv=sys.argv,

@@ -63,11 +63,12 @@ class StudyRun:
         offline: bool,
         tags: Mapping[str, str],
         options: Mapping[str, str] | None = None,
+        again: str = "",
     ) -> Iterator[StudyRun]:
         """Open the run for a block. Its params are the reference's settings, and `options`.
 
         `tags`: the user's. Children have them, too, but without the note. `offline`: record the
-        run only; `rankzero sync` delivers it.
+        run only; `rankzero sync` delivers it. `again`: the command that continues it, if one does.
         """
         log = RunLog.open(runs, identity, Ranks(), gpu_uuids=(), offline=offline)
         recorded = provenance.record(log.folder.artifacts, argv, identity.experiment_file)
@@ -79,7 +80,8 @@ class StudyRun:
             yield run
         except KeyboardInterrupt:
             # KILLED, and not FAILED: the user stopped it, and nothing is wrong.
-            run._status, run._reason = "KILLED", "stopped by Ctrl-C; the same command resumes it"
+            resumes = f"; `{again}` resumes it" if again else ""
+            run._status, run._reason = "KILLED", f"stopped by Ctrl-C{resumes}"
             raise
         except BaseException as error:
             run._status, run._reason = "FAILED", f"{type(error).__name__}: {error}"
