@@ -348,6 +348,30 @@ def test_doctor_shows_failures_delivery_and_logs(
     assert "hunter2" not in output and "Traceback (most" not in output
 
 
+@pytest.mark.parametrize(
+    ("recorded", "name", "again"),
+    [
+        ("/bin/rankzero repeat x.py --seeds 3", "run", "continue: rankzero repeat run --dir"),
+        ("/bin/rankzero repeat x.py --seeds 3", "run-seed0", "continue: rankzero repeat run --dir"),
+        (
+            "/bin/rankzero search 'my x.py' --name run --new --trials 9",
+            "run",
+            "continue: rankzero search 'my x.py' --name run --trials 9\n",
+        ),
+        ("/bin/rankzero compare x.py", "run", "start a new run"),
+    ],
+)
+def test_parent_of_runs_without_a_checkpoint_is_continued_by_its_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], recorded: str, name: str, again: str
+) -> None:
+    folder = make_folder(tmp_path, name=name, parent="run" if name != "run" else None)
+    tags = {"rankzero.command": recorded}
+    append(folder, RunStarted(T0, {}, tags, 1), ended("FAILED"))
+    command.run(tmp_path / "runs", name)
+    output = capsys.readouterr().out
+    assert again in output, output
+
+
 def test_empty_run_has_a_diagnosis(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     assert dict(command.sections(folder))["delivery to MLflow"] == [

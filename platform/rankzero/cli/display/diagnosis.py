@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,14 +151,29 @@ def _advice(folder: RunFolder, listed: Summary) -> Iterator[str]:
         yield f"not everything is in MLflow: {command('sync')}"
     if listed.status in ("FAILED", "KILLED", "DIED"):
         kept = [path.name for path in checkpoint_files.by_step(folder.checkpoints)]
-        starts = (one for one in read_all(folder.events) if isinstance(one, RunStarted))
+        starts = [one for one in read_all(folder.events) if isinstance(one, RunStarted)]
         if kept and any(provenance.OWN_LOOP in start.environment for start in starts):
             yield f"continue from {kept[-1]}: start the program again, with these lines in it"
             yield from escape(reproduce.resume_lines(listed.name)).splitlines()
         elif kept:
             yield f"continue from {kept[-1]}: {command('resume')}"
+        elif starts and (again := _command_of_many(folder, starts[-1])):
+            yield f"continue: {escape(again)}"
         else:
             yield "it has no checkpoint: start a new run"
+
+
+def _command_of_many(folder: RunFolder, start: RunStarted) -> str:
+    """Return what continues a repeat, a search or a probe, also for their runs; "" for others."""
+    recorded = start.environment.get("rankzero.command", "")
+    words = reproduce.words(recorded)[:2]
+    if words == ["rankzero", "repeat"]:
+        return command_lines.line(folder.root, "repeat", folder.identity.parent or folder.path.name)
+    with contextlib.suppress(ValueError):  # a command that is cut off
+        if words in (["rankzero", "search"], ["rankzero", "probe"]):
+            again = [word for word in shlex.split(recorded)[1:] if word != "--new"]
+            return shlex.join(["rankzero", *again])
+    return ""
 
 
 def _end_of(path: Path, most: int = 1 << 20) -> str:
