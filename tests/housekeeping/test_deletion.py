@@ -317,6 +317,19 @@ def test_children_go_with_their_run(root: Path, here: Here) -> None:
     assert not study.path.exists() and not trial.path.exists()
 
 
+def test_child_that_never_began_goes_with_its_run(root: Path, here: Here) -> None:
+    study = finished(root, "study")
+    runs = root / "runs"
+    for name in ("study-seed0", "study-seed1", "other"):
+        study.add_child(name)
+        (runs / name).mkdir()
+        (runs / name / "config.yaml").write_text("password: hunter2\n")
+    (runs / "study-seed1" / "events.jsonl").touch()  # without its identity, it is nobody's
+    assert here("delete", "study", "--yes")[0] == here("prune", "--deleted", "--yes")[0] == 0
+    left = {path.name for path in runs.iterdir() if not path.name.startswith(".")}
+    assert left == {"study-seed1", "other"}
+
+
 def test_study_with_more_children_than_open_files_is_deleted(root: Path) -> None:
     study = make_folder(root, name="study")
     for number in range(40):

@@ -36,6 +36,20 @@ def parts(folder: RunFolder) -> list[RunFolder]:
     return own
 
 
+def _never_begun(folder: RunFolder) -> list[RunFolder]:
+    """Return the children that no launch has begun. They have settings and logs, and no identity.
+
+    A list from elsewhere may name any folder. A child's name begins with its run's.
+    """
+    return [
+        one
+        for one in dict.fromkeys(folder.children)
+        if one.path.name.startswith(f"{folder.path.name}-")
+        and one.path.is_dir()
+        and not (one.path.is_symlink() or (one.path / "run.json").exists() or one.has_begun)
+    ]
+
+
 @dataclasses.dataclass
 class Housekeeper:
     """Deletes and frees runs. It asks each tracking store once for what concerns all runs."""
@@ -128,6 +142,8 @@ class Housekeeper:
             mark(folder)
             _forget_study(folder)
             # The run last: until then it has its children, and another call finds all of them.
+            for one in _never_begun(folder):
+                removal.remove(one)
             for one in reversed(parts(folder)):
                 store, run_id = self._in_mlflow(one)
                 if store is not None and store.is_local:
