@@ -465,6 +465,21 @@ def test_odd_tensor_does_not_affect_others_on_its_device(
     )
 
 
+def test_values_of_a_gpu_are_read_after_all_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    on_gpu = torch.tensor(2.0).as_subclass(OnGpu)
+    assert values.to_floats([torch.tensor(1.0), 3], print) == [1.0, 3.0] and not waited
+    assert values.to_floats([on_gpu, on_gpu], print) == [2.0, 2.0]
+    assert waited == [torch.device("cuda", 0)], "once for all values"
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    device = torch.device("cuda", 0)
+
+
 class Unread(torch.Tensor):
     """A tensor that cannot be read."""
 

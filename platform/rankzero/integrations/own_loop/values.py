@@ -58,7 +58,11 @@ def to_floats(values: list[Any], notice: Callable[[str], None]) -> list[float]:
     for device, indices in by_device.items():
         tensors = [values[index] for index in indices]
         try:
-            column = sys.modules["torch"].stack([t.reshape(()).double() for t in tensors]).tolist()
+            assert torch is not None
+            if device.type == "cuda":
+                # The loop may have written them on another stream than this thread reads on.
+                torch.cuda.synchronize(device)
+            column = torch.stack([t.reshape(()).double() for t in tensors]).tolist()
         except Exception as error:  # One odd tensor, or a failed device.
             notice(f"values logged on {device} that cannot be read are NaN: {reason_of(error)}")
             column = [to_float(tensor) for tensor in tensors]
