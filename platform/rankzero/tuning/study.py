@@ -83,7 +83,6 @@ class Study:
             with contextlib.suppress(UpdateFinishedTrialError):
                 if parameters is None:
                     seed = self._seed + len(self.known) - len(self.known.abandoned)
-                    seed &= _LARGEST_SEED
                     self._study.sampler = _make_sampler(self._sampler, seed, self._distributions)
                 else:
                     self._study.sampler = _fixed(_as_stored(dict(parameters)))
@@ -297,6 +296,7 @@ def _as_stored(value: Any) -> Any:
 def _make_sampler(
     name: Sampler, seed: int, distributions: Mapping[str, BaseDistribution]
 ) -> optuna.samplers.BaseSampler:
+    seed &= _LARGEST_SEED
     match name:
         case "tpe":
             return optuna.samplers.TPESampler(seed=seed, n_startup_trials=_STARTUP_TRIALS)

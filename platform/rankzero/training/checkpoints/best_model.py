@@ -190,8 +190,7 @@ def _run_child(folder: str, problems: Any, delivered: Connection) -> None:
     except Exception as error:  # the user's model and data, torch.export, MLflow: all is a notice
         text = text_without_secrets(traceback.format_exc())
         with contextlib.suppress(OSError):  # a full disk
-            log = Path(folder) / "export.log"
-            log.write_text(text, encoding="utf-8", errors="backslashreplace")
+            (Path(folder) / "export.log").write_text(text, "utf-8", "backslashreplace")
         # One line fits into the pipe's buffer even if nobody reads it.
         is_answer = isinstance(error, _NotNow)  # whose text names MLflow's error
         kind = "" if is_answer else f"{type(error).__name__}: "

@@ -157,7 +157,6 @@ def apply(saved: dict[str, Any], job: TrainingContext, state: State) -> None:
     options = optimizers.options(state.optimizer)
     try:
         if state.average is not None and "ema" in saved:
-            # Checkpoints of an older version have no rests.
             state.average.load(saved["ema"], saved.get("ema_rests", ()))
         job.strategy.load(saved)
         if state.average is not None and "ema" not in saved:

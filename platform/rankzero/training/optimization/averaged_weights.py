@@ -97,7 +97,10 @@ class AveragedWeights:
         return found
 
     def load(self, saved: Mapping[str, Any], rests: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Take the averages of a checkpoint. It overwrites the model. Collective."""
+        """Take the averages of a checkpoint. It overwrites the model. Collective.
+
+        `rests`: none in a checkpoint of an older version.
+        """
         self._strategy.load_model(saved)
         self.restart()
         for rest in rests:
