@@ -58,7 +58,7 @@ class AveragedWeights:
 
     @contextlib.contextmanager
     def _exchanged(self, values: Sequence[Tensor]) -> Iterator[None]:
-        # What is in fp32 for a half is copied, and stays as it is.
+        # An average in fp32 of a half is copied, and stays as it is.
         fitting = self._rounded(values)
         self._exchange(fitting)
         try:
