@@ -19,13 +19,13 @@ from torch import nn
 
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment, Train
-from rankzero.ranks import Ranks
+from rankzero.ranks import Ranks, shards
 from rankzero.run_store import checkpoint_files
 from rankzero.training.checkpoints import restore
 from rankzero.training.distributed import torch_compat
 from rankzero.training.distributed.device import gpu_uuids
 from rankzero.training.distributed.world import World
-from rankzero.training.strategies import build, shards
+from rankzero.training.strategies import build
 from rankzero.training.strategies.base import MicroBatchStep, Shard
 from rankzero.training.strategies.pipeline import SCHEDULES, Pipeline
 from rankzero.training.strategies.replicated import AutocastDataParallel, Replicated, single
