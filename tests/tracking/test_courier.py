@@ -289,6 +289,22 @@ def test_courier_accepts_what_an_earlier_recorder_passes(folder: RunFolder) -> N
     os.close(reader)
 
 
+def test_courier_may_open_files_for_a_thousand_trials(folder: RunFolder) -> None:
+    code = (
+        "import resource, sys; from rankzero.tracking import courier; "
+        "most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]; "
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (128, most)); courier.main(sys.argv[1:]); "
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(most % 2**63, 65536))"
+    )
+    reader, writer = os.pipe()
+    os.close(writer)
+    words = [str(folder.path), "--token", "older", "--node", "1", "--pipe", str(reader)]
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, pass_fds=[reader], check=True, capture_output=True, text=True)
+    os.close(reader)
+    assert done.stdout == "True\n"
+
+
 class TestFailingCalls:
     """One failed system call ends nothing: it is made again."""
 

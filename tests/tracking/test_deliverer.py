@@ -511,10 +511,12 @@ def test_resume_on_another_machine_continues_the_samples(
 CPU = "system/cpu_utilization_percentage"
 
 
-def sampled(folder: RunFolder, key: str, first: int, last: int, node: int = 0) -> None:
+def sampled(
+    folder: RunFolder, key: str, first: int, last: int, node: int = 0, time: float = T0
+) -> None:
     journal = Journal(folder.system(node))
     for number in range(first, last + 1):
-        journal(SystemSampled(T0, number, {key: 1.0}))
+        journal(SystemSampled(time, number, {key: 1.0}))
     journal.close()
 
 
@@ -539,6 +541,49 @@ def test_a_run_that_returns_from_another_machine_sends_no_step_twice(
     assert sorted(tracker.curve("train/loss")) == list(range(1, 91))
     assert list(tracker.curve(CPU)) == list(range(15))
     assert all(len(seen) == 1 for curve in tracker.points.values() for seen in curve.values())
+
+
+def test_what_another_machine_sent_is_asked_for_until_the_run_is_opened(
+    tmp_path: Path, tracker: MemoryStore
+) -> None:
+    """The first courier of the new attempt dies before MLflow answers."""
+
+    def away(_: str) -> MlflowRuns:
+        raise ConnectionError("away")
+
+    folder = make_folder(tmp_path, "http://127.0.0.1:9")
+    claim(folder, 0)
+    append(folder, started(), steps(1, 50))
+    run(deliverer_to(tracker, folder))
+    tracker.points["train/loss"] |= {step: {(0, 0.02)} for step in range(51, 61)}
+    claim(folder, 0)
+    append(folder, started(2, step=50), steps(51, 70))
+    first = Deliverer(folder, 0, away, longest_wait=0.0)
+    first.hasten()
+    assert not first.work()
+    first.commit()
+    run(deliverer_to(tracker, folder))
+    assert all(len(seen) == 1 for seen in tracker.points["train/loss"].values())
+    assert sorted(tracker.curve("train/loss")) == list(range(1, 71))
+
+
+def test_samples_that_a_killed_courier_sent_are_no_other_machines(
+    tmp_path: Path, tracker: MemoryStore
+) -> None:
+    folder = make_folder(tmp_path, "http://127.0.0.1:9")
+    claim(folder, 0)
+    append(folder, started())
+    sampled(folder, CPU, 0, 4)
+    run(deliverer_to(tracker, folder))
+    before = state.path_of(folder, 0).read_text()
+    sampled(folder, CPU, 5, 9, time=1.0)
+    run(deliverer_to(tracker, folder))
+    state.path_of(folder, 0).write_text(before)
+    claim(folder, 0)
+    append(folder, started(2))
+    sampled(folder, CPU, 10, 12)  # after the claim, as T0 is
+    run(deliverer_to(tracker, folder))
+    assert list(tracker.curve(CPU)) == list(range(13))
 
 
 def test_a_replay_within_an_attempt_sends_its_points_again(

@@ -25,10 +25,10 @@ def make(runs: Path, name: str, parent: str | None = None) -> RunFolder:
 class Family:
     """A study's deliverer and its trials', worked as the courier does."""
 
-    def __init__(self, study: RunFolder, most_at_once: int = 64) -> None:
+    def __init__(self, study: RunFolder) -> None:
         self.trackers = {study.path.name: MemoryStore()}
         self.own = deliverer_to(self.trackers[study.path.name], study)
-        self.trials = TrialDeliverers(study, self._make, 0.0, most_at_once)
+        self.trials = TrialDeliverers(study, make=self._make, look_seconds=0.0)
 
     def _make(self, trial: RunFolder, node: int) -> Deliverer:
         return deliverer_to(self.trackers.setdefault(trial.path.name, MemoryStore()), trial, node)
@@ -186,24 +186,6 @@ def test_samples_of_all_machines_of_a_trial_are_delivered(tmp_path: Path) -> Non
     assert not family.trials.complete
     family.work()
     assert family.trials.complete and not delivery_state.late_nodes(child)
-
-
-def test_few_trials_are_held_at_once(tmp_path: Path) -> None:
-    study = make(tmp_path, "study")
-    append(study, started())
-    names = [f"trial-{number}" for number in range(9)]
-    for name in names:
-        study.add_child(name)
-        # The first ones have no end, and would keep their places for ever.
-        append(make(tmp_path, name, "study"), started(), *([ended()] if name > "trial-3" else []))
-    family = Family(study, most_at_once=2)
-    family.turn()
-    assert len(list(family.trials)) == 2 and not family.trials.complete
-    for _ in range(200):
-        family.turn()
-        assert len(list(family.trials)) <= 2
-    ends = {name: family.trackers[name].status for name in names}
-    assert list(ends.values()) == 4 * ["RUNNING"] + 5 * ["FINISHED"] and family.trials.complete
 
 
 def sample(folder: RunFolder, node: int) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from rankzero.mlflow_store.patience import grace_seconds
 from rankzero.redaction.text import log_without_secrets
-from rankzero.run_store import run_locks
+from rankzero.run_store import lock_files, run_locks
 from rankzero.run_store.attempt import LiveAttempt, closed, finish_lines
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import finish_line
@@ -132,6 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--nice", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     log_without_secrets()
+    # A study may have a thousand trials. Each holds two files as long as MLflow is away.
+    lock_files.allow_many_files()
     folder = RunFolder(options.folder)
     throttle = Throttle(functools.partial(closed, options.pipe), behind=options.behind)
     if options.idle:

@@ -159,10 +159,13 @@ class Deliverer:
             raise FolderGone(f"{self._folder.path} was moved or deleted while it was delivered")
         before = self._committed if self._items else self.state
         claim = run_locks.latest(self._folder, self._node)
+        # Until it has opened the run, nobody has asked what another machine sent meanwhile.
+        is_known = self._target is not None or self.complete
+        token = claim.token if claim else ""
         self._committed = dataclasses.replace(
             before,
             retries=self.state.retries,  # True at once, whatever is sent.
-            claim=claim.token if claim else "",
+            claim=token if is_known else before.claim,
         )
         delivery_state.save(self._path, self._committed)
 
@@ -253,7 +256,8 @@ class Deliverer:
             from_elsewhere = is_new or self._folder.identity.mlflow_run_id is not None
             self.state = open_run.adopt(self.state, target.run, self._node, from_elsewhere)
         elif self._is_new_attempt():
-            self.state = open_run.adopt(self.state, target.run, self._node, from_elsewhere=True)
+            others = open_run.has_others_samples(self._folder, self._node, self.state, target.run)
+            self.state = open_run.adopt(self.state, target.run, self._node, others)
         self._target = target
         self.commit()
         return True

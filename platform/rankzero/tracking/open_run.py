@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from rankzero.events import RunStarted
+from rankzero.events import RunStarted, SystemSampled
+from rankzero.run_store import run_locks
 from rankzero.run_store.delivery_state import DeliveryState, load, path_of
 from rankzero.run_store.folder import RunFolder
-from rankzero.run_store.journal import read
+from rankzero.run_store.journal import read, read_all
 
 if TYPE_CHECKING:
     from rankzero.mlflow_store.client import MlflowRuns, RunRecord
@@ -90,6 +91,22 @@ def adopt(state: DeliveryState, run: RunRecord, node: int, from_elsewhere: bool)
     return dataclasses.replace(
         state, run_id=run.run_id, experiment_id=run.experiment_id, curves=curves
     )
+
+
+def has_others_samples(folder: RunFolder, node: int, state: DeliveryState, run: RunRecord) -> bool:
+    """Return whether MLflow has more samples than this machine took before its newest attempt.
+
+    A courier that is killed may have sent samples that its state lacks. They are no others'.
+    """
+    found, claim = _last_sample(run.marks, node, -1), run_locks.latest(folder, node)
+    if claim is None or found <= _last_sample(state.curves.marks, node, -1):
+        return False
+    taken = (
+        one.sample
+        for one in read_all(folder.system(node))
+        if isinstance(one, SystemSampled) and one.time < claim.time
+    )
+    return found > max(taken, default=-1) + state.curves.sample_offset
 
 
 def _last_sample(marks: Mapping[str, int], node: int, default: int) -> int:

@@ -13,8 +13,6 @@ from rankzero.run_store.folder import EVENTS, RunFolder
 from rankzero.tracking.deliverer import Deliverer
 
 _LOOK_SECONDS = 1.0
-# Each holds file descriptors, and a process may have about a thousand.
-_MOST_AT_ONCE = 64
 
 
 # One courier imports MLflow once for a study, and not again for each short trial.
@@ -26,10 +24,8 @@ class TrialDeliverers:
         folder: RunFolder,
         make: Callable[[RunFolder, int], Deliverer] = Deliverer,
         look_seconds: float = _LOOK_SECONDS,
-        most_at_once: int = _MOST_AT_ONCE,
     ) -> None:
         self._folder, self._make, self._look_seconds = folder, make, look_seconds
-        self._most, self._others_wait = most_at_once, False
         # By the trial's name and the node, with the file descriptor of the lock.
         self._working: dict[tuple[str, int], tuple[Deliverer, int]] = {}
         self._done: dict[tuple[str, int], Mapping[str, int]] = {}
@@ -48,8 +44,7 @@ class TrialDeliverers:
             name, node = key
             # Node 0 delivers the end, and is released first.
             ended = deliverer.state.queue.ended if node == 0 else (name, 0) not in self._working
-            # One that waits for its end or for more steps makes way for another, and comes back.
-            if deliverer.complete and (ended or self._others_wait):
+            if deliverer.complete and ended:
                 self._release(key)
         if time.monotonic() < self._look_at and not at_once:
             return
@@ -58,14 +53,10 @@ class TrialDeliverers:
         errors: list[Exception] = []
         for child in self._folder.children:
             for node in self._nodes(child, at_once):
-                self._others_wait = len(self._working) >= self._most
-                if self._others_wait:
-                    return
                 try:
                     self._take(child, node)
                 except Exception as error:
                     errors.append(error)
-        self._others_wait = False
         if errors:
             raise errors[0]
 
@@ -73,7 +64,7 @@ class TrialDeliverers:
     def complete(self) -> bool:
         """Whether MLflow has everything of every trial that has begun by now."""
         self.look(at_once=True)
-        return not self._others_wait and all(deliverer.complete for deliverer in self)
+        return all(deliverer.complete for deliverer in self)
 
     def hasten(self) -> None:
         """Deliver at once from now on, trials that are found later included."""
