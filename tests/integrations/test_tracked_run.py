@@ -465,19 +465,29 @@ def test_odd_tensor_does_not_affect_others_on_its_device(
     )
 
 
-def test_values_of_a_gpu_are_read_after_all_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    on_gpu = torch.tensor(2.0).as_subclass(OnGpu)
+def test_values_of_a_gpu_are_read_after_the_streams_that_copied_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[str] = []
+
+    class Side:
+        def synchronize(self) -> None:
+            waited.append("side")
+
+    side = Side()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: side)
+    kept = [values.snapshot(torch.tensor(2.0).as_subclass(OnGpu)) for _ in range(2)]
     assert values.to_floats([torch.tensor(1.0), 3], print) == [1.0, 3.0] and not waited
-    assert values.to_floats([on_gpu, on_gpu], print) == [2.0, 2.0]
-    assert waited == [torch.device("cuda", 0)], "once for all values"
+    assert values.to_floats(kept, print) == [2.0, 2.0]
+    assert waited == ["side"], "once for all values, and for no other stream"
+    assert values.to_floats(kept, print) == [2.0, 2.0] and waited == ["side"]
 
 
 class OnGpu(torch.Tensor):
     """A tensor that says it is on a GPU."""
 
     device = torch.device("cuda", 0)
+    is_cuda, is_cpu = True, False
 
 
 class Unread(torch.Tensor):

@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 Tell = Callable[[str, str], None]
 NAN = float("nan")
+_WRITTEN = dict[Any, set[Any]]()
+"""The streams of each GPU on which values were copied that nobody has read yet. Not all streams:
+one may wait for what another rank sends only after this one has logged."""
 SHARDED = "a DTensor, which all ranks must read together: log its full_tensor()"
 
 
@@ -27,6 +30,9 @@ def snapshot(value: Any) -> Any:
             return "a complex number"
         if hasattr(value, "detach"):
             copied = value.item if value.is_cpu else value.detach().clone
+            if value.is_cuda:
+                stream = sys.modules["torch"].cuda.current_stream(value.device)
+                _WRITTEN.setdefault(value.device, set()).add(stream)
             return copied() if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
         if hasattr(value, "__array__") and hasattr(value, "copy"):
             single = getattr(value, "size", 1) == 1
@@ -59,9 +65,9 @@ def to_floats(values: list[Any], notice: Callable[[str], None]) -> list[float]:
         tensors = [values[index] for index in indices]
         try:
             assert torch is not None
-            if device.type == "cuda":
-                # The loop may have written them on another stream than this thread reads on.
-                torch.cuda.synchronize(device)
+            # The loop may have copied them on another stream than this thread reads on.
+            for stream in _WRITTEN.pop(device, ()):
+                stream.synchronize()
             column = torch.stack([t.reshape(()).double() for t in tensors]).tolist()
         except Exception as error:  # One odd tensor, or a failed device.
             notice(f"values logged on {device} that cannot be read are NaN: {reason_of(error)}")
