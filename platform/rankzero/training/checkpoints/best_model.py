@@ -152,8 +152,8 @@ def load_best(folder: RunFolder) -> nn.Module:
     """
     experiment = experiment_of(folder)
     path = _best_checkpoint(folder, experiment.goal)
-    device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-    callers = rng.state(device)
+    callers = rng.state(torch.device("cpu"))
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     try:
         return _load_model(experiment, path)
     except (RuntimeError, KeyError, checkpoint_files.BrokenCheckpoint) as error:
@@ -161,7 +161,12 @@ def load_best(folder: RunFolder) -> nn.Module:
             f"{path} does not fit the experiment's model as its file is now: {error}"
         ) from error
     finally:
-        rng.restore(callers, device)
+        rng.restore(callers, torch.device("cpu"))
+        if gpus is not None:
+            torch.cuda.set_rng_state_all(gpus)
+        else:
+            # They are seeded once something uses them, with the newest seed.
+            torch.cuda.manual_seed_all(torch.initial_seed())
 
 
 def load_state(folder: RunFolder, goal: Goal, step: int | None = None) -> dict[str, Any]:
@@ -287,6 +292,8 @@ def _load_model(experiment: Experiment, path: Path) -> nn.Module:
     saved = restore.load(path)
     # The model may hold what model() draws and no state dict has, such as a random permutation.
     rng.seed_all(experiment.train.seed)
+    # A LightningModule's data come before its model, and draw.
+    getattr(experiment, "_fit", None)
     # An older checkpoint lacks them. They also differ from the seed's if data() draws.
     if saved.get("model_randoms") is not None:
         rng.restore(saved["model_randoms"], torch.device("cpu"))

@@ -125,7 +125,9 @@ def _without_data(model: nn.Module, own: Mapping[int, Any]) -> nn.Module:
         for name, value in vars(module).items():
             if _is_of_training(value):
                 memo[id(value)] = None
-                attributes.append((path, name))
+                # Lightning's own properties read this one, and take None.
+                if name != "_trainer":
+                    attributes.append((path, name))
             elif isinstance(value, (dict, list, tuple)):
                 inner = value.values() if isinstance(value, dict) else value
                 memo.update((id(one), None) for one in inner if _is_of_training(one))

@@ -20,6 +20,8 @@ from rankzero.training.data.batch import map_tensors
 from rankzero.training.strategies.base import Strategy
 
 _HALVES = (torch.bfloat16, torch.float16)
+# fp16 has no exponents for what rounding takes away. Scaled, that is at most the number itself.
+_SCALE = 2.0**11
 
 
 class AveragedWeights:
@@ -59,15 +61,12 @@ class AveragedWeights:
     @contextlib.contextmanager
     def _exchanged(self, values: Sequence[Tensor]) -> Iterator[None]:
         # An average in fp32 of a half is copied, and stays as it is.
-        fitting = self._rounded(values)
+        fitting = [one.to(old.dtype) for old, one in zip(self._floating(), values, strict=True)]
         self._exchange(fitting)
         try:
             yield
         finally:
             self._exchange(fitting)
-
-    def _rounded(self, values: Sequence[Tensor]) -> list[Tensor]:
-        return [value.to(one.dtype) for one, value in zip(self._floating(), values, strict=True)]
 
     def _exchange(self, values: Sequence[Tensor]) -> None:
         # In place, because kernels, buckets and compiled code know the weights by their memory.
@@ -79,13 +78,16 @@ class AveragedWeights:
     def state(self) -> dict[str, Any]:
         """Return a checkpoint's averages on rank 0. Elsewhere: anything. Collective.
 
-        ``ema`` is the whole averaged model. With halves, ``ema_rests`` are two models of halves
-        that, added to it, are the averages in fp32.
+        ``ema`` is the whole averaged model. With halves, ``ema_rests`` are two models of halves,
+        scaled, that are added to it to get the averages in fp32.
         """
         found, values = [self._state_of(self._averages)], self._averages
         # A strategy gathers weights as the model has them. fp32 has the digits of three bf16.
         for _ in range(2 if self._has_halves else 0):
-            values = [a - b for a, b in zip(values, self._rounded(values), strict=True)]
+            values = [
+                (a - a.to(weight.dtype)) * _SCALE if weight.dtype in _HALVES else a
+                for weight, a in zip(self._floating(), values, strict=True)
+            ]
             rest = self._state_of(values).items()
             found.append({k: v for k, v in rest if getattr(v, "dtype", None) in _HALVES})
         return {"ema": found[0], "ema_rests": found[1:]}
@@ -103,11 +105,11 @@ class AveragedWeights:
         """
         self._strategy.load_model(saved)
         self.restart()
-        for rest in rests:
+        for number, rest in enumerate(rests, 1):
             self._strategy.load_model({**saved, **rest})
             for weight, average in zip(self._floating(), self._averages, strict=True):
                 if weight.dtype in _HALVES:
-                    average.add_(weight)
+                    average.add_(weight, alpha=_SCALE**-number)
 
     def restart(self) -> None:
         """Start the averages at the model's weights."""

@@ -136,8 +136,8 @@ def _by_group(
         return [factors[name] for name, part in parts.items() for _ in part.param_groups]
     # An array or a tensor is no Sequence. One of a single number is a factor for all groups.
     values: Any = factors
-    if getattr(values, "ndim", 0) and len(values) != 1:
-        values = values.tolist()
+    if getattr(values, "ndim", 0):
+        values = values.tolist() if len(values) != 1 else values[0]
     if not isinstance(values, Sequence):
         return [float(values)] * groups
     if len(values) != groups:
