@@ -82,6 +82,16 @@ def test_runs_of_an_older_version_keep_their_names(tmp_path: Path) -> None:
     assert found[0] == cut and found[1].endswith("-seed4")
 
 
+@pytest.mark.parametrize("field", ["run", "metrics"])
+def test_a_setting_may_have_the_name_of_a_column(tmp_path: Path, field: str) -> None:
+    folder, plan = make_folder(tmp_path), make_plan([f"{field}=a,b"], "1", 0, None)
+    names = run_names(plan, folder)
+    file_of(folder).parent.mkdir()
+    rows = [{"run": "x", "metrics": {"loss": 1.0}, **one.settings} for one in plan]
+    file_of(folder).write_text(json.dumps({**dataclasses.asdict(plan), "runs": rows}))
+    assert run_names(plan, folder) == names
+
+
 def test_a_continued_repeat_gets_further_runs_and_loses_none() -> None:
     before = make_plan(["fold=0,1"], "3,", 0, None)
     plan = before.extended({"fold": ("2", "1")}, (4, 3), 2)

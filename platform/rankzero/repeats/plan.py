@@ -143,7 +143,8 @@ def file_of(folder: RunFolder) -> Path:
 def run_names(plan: Plan, folder: RunFolder) -> list[str]:
     """Return the names of the runs of a repeat, in order. Runs that it has keep theirs."""
     path, known = file_of(folder), list[dict[str, Any]]()
-    if path.exists():
+    # The columns of a row that are no settings have the place of settings with their names.
+    if path.exists() and plan.over.keys().isdisjoint(("run", "status", "metrics")):
         known = json.loads(path.read_text(encoding="utf-8")).get("runs", [])
     # An older version cut long names in another way.
     kept = {tuple(row.get(key) for key in [*plan.over, SEED]): row["run"] for row in known}

@@ -190,7 +190,9 @@ def test_killed_rank_restarts_from_its_checkpoint(rankzero: Command) -> None:
     assert process.returncode == 0, output
     attempts = [event for event in events(folder) if isinstance(event, RunStarted)]
     assert [event.attempt for event in attempts] == [1, 2]
-    assert attempts[1].step >= 20 and attempts[1].step % 10 == 0
+    step = attempts[1].step
+    # Each 12 steps are an epoch, and the best evaluations are saved, too.
+    assert step >= 20 and (step % 10 == 0 or step % 12 == 0)
     assert sorted(losses(folder)) == list(range(1, 61))
     assert tracked(folder).status == "FINISHED"
     assert tracked_losses(folder).keys() == losses(folder).keys()
@@ -245,7 +247,7 @@ def test_truncated_checkpoint_is_skipped(rankzero: Command) -> None:
     assert (
         rankzero(
             *("train", TINY, "train.steps=20", "train.checkpoints.save_every=10"),
-            *("train.eval_every=5", "train.checkpoints.keep=3", "--run-name", "torn"),
+            *("train.eval_every=10", "train.checkpoints.keep=3", "--run-name", "torn"),
             "--offline",
         )[0]
         == 0

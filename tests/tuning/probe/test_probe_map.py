@@ -162,6 +162,15 @@ def test_a_study_that_has_its_space_measures_no_failed_cell_again(tmp_path: Path
     assert resumed() == []
 
 
+def test_a_failure_that_was_measured_again_does_not_count(tmp_path: Path) -> None:
+    whole = measured_with(MeasuringHost(losses=2), tmp_path, [])
+    assert "failed" in {one.status for one in whole}
+    mended = measured_with(MeasuringHost(), tmp_path, [])
+    assert {one.status for one in mended} == {"ok"}
+    given = SPACE, DESCRIBED, "", tmp_path, cast("Any", MeasuringHost()), lambda _: None, 0.0
+    assert probe_map.measure(*given, retries=False).cells == mended
+
+
 def test_a_lack_of_memory_is_kept_if_the_device_has_a_limit() -> None:
     size = (64, 64, "fp32")
     without = ProbeResult(*size, "out of memory")

@@ -283,7 +283,7 @@ def _newer_elsewhere(folder: RunFolder, path: Path) -> Path:
 
     # One that was saved here and is gone was deleted by a person, to continue from an older one.
     saved = [one.step for one in read_all(folder.events) if isinstance(one, CheckpointSaved)]
-    newest = max(checkpoint_files.read_manifest(path).step, *saved)
+    newest = max([checkpoint_files.read_manifest(path).step, *saved])
     try:
         newer, problems = download.newest_checkpoint(folder, after=newest)
     # A server that is away must not hold up a run whose checkpoint is here.

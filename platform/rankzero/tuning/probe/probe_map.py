@@ -246,7 +246,17 @@ def _read(path: Path, earlier: int) -> list[ProbeResult]:
     """
     found = enumerate(_lines(path))
     cells = [(place, grid.parse(fields)) for place, fields in found if "status" in fields]
-    return [one for place, one in cells if place >= earlier or grid.is_lasting(one)]
+    newest = {_identity(one): place for place, one in cells if grid.is_lasting(one)}
+    # A failure that was measured again later does not count.
+    return [
+        one
+        for place, one in cells
+        if grid.is_lasting(one) or place >= max(earlier, newest.get(_identity(one), 0))
+    ]
+
+
+def _identity(one: ProbeResult) -> str:
+    return repr((one.batch_size, one.micro_batch, one.precision, one.settings, one.plan))
 
 
 def guesses(space: Space, measured: Sequence[ProbeResult]) -> list[dict[str, Any]]:
