@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from rankzero.ranks import Ranks
 from rankzero.training.build import build
 from rankzero.training.checkpoints import restore
 from rankzero.training.distributed.world import World
+from rankzero.training.optimization.averaged_weights import AveragedWeights
+from rankzero.training.strategies.base import Strategy
 from support.training import Trainer, tiny, weights
 
 WORLD = World(Ranks(), torch.device("cpu"))
@@ -78,6 +81,23 @@ def test_a_bf16_models_averages_are_resumed_bit_for_bit(
     wanted = [two.bfloat16().float() if is_old else two for _, two in pairs]
     assert all(torch.equal(one, two) for (one, _), two in zip(pairs, wanted, strict=True))
     assert all(map(torch.equal, state.model.parameters(), trained.model.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_averages_of_halves_are_saved_without_a_loss(dtype: torch.dtype) -> None:
+    """Also of weights that are so small that their rests are below fp16's exponents."""
+    model = torch.nn.Linear(64, 64).to(dtype)
+    strategy = SimpleNamespace(
+        weights=lambda: [one.detach() for one in model.parameters()],
+        model_state=model.state_dict,
+        load_model=model.load_state_dict,
+    )
+    made = [AveragedWeights(cast(Strategy, strategy), model, 0.999) for _ in range(2)]
+    for average in made[0]._averages:
+        average.copy_(0.02 * torch.randn_like(average))
+    saved = made[0].state()
+    made[1].load(saved["ema"], saved["ema_rests"])
+    assert all(map(torch.equal, made[0]._averages, made[1]._averages))
 
 
 def test_averages_are_evaluated_and_the_training_is_left_alone(
