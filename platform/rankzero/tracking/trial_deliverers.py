@@ -82,9 +82,8 @@ class TrialDeliverers:
         name = child.path.name
         # A study has a thousand delivered trials, and to list each folder takes a while.
         listed = all_nodes or (name, 0) not in self._done
-        for node in (
-            sorted(delivery_state.nodes(child)) if listed and child.events.exists() else [0]
-        ):
+        nodes = sorted(delivery_state.nodes(child)) if listed and child.events.exists() else [0]
+        for node in nodes:
             # Any journal is more than -1 bytes.
             first = EVENTS if node == 0 else child.system(node).name
             done = self._done.get((name, node), {first: -1})
