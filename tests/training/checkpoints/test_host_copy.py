@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import enum
 import io
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -16,32 +17,28 @@ from rankzero.training.checkpoints.host_copy import kind_of
 from rankzero.training.checkpoints.pinned_memory import Kind
 
 
+def on_gpu(number: int) -> type[torch.Tensor]:
+    class OnGpu(torch.Tensor):
+        device = property(lambda self: torch.device("cuda", number))
+
+    return OnGpu
+
+
 def test_pending_copy_waits_for_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """An event on one GPU's stream does not wait for the copies of another."""
-    waited: list[str] = []
-
-    class Recorded:
-        def record(self, stream: str) -> None:
-            self.stream = stream
-
-        def synchronize(self) -> None:
-            waited.append(self.stream)
-
-    monkeypatch.setattr(torch.cuda, "Event", Recorded)
-    monkeypatch.setattr(torch.cuda, "device", lambda gpu: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu: f"of {gpu}")
-    gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
-    assert host_copy.PendingCopy("state", host_copy.record_events(gpus)).wait() == "state"
-    assert waited == ["of cuda:0", "of cuda:1"]
+    streams: dict[Any, mock.Mock] = collections.defaultdict(mock.Mock)
+    monkeypatch.setattr(torch.cuda, "current_stream", streams.__getitem__)
+    state = {number: torch.zeros(1).as_subclass(on_gpu(number % 2)) for number in range(3)}
+    host_copy.HostCopier().copy(state).wait()
+    assert set(streams) == {torch.device("cuda", 0), torch.device("cuda", 1)}
+    for stream in streams.values():
+        stream.record_event.return_value.synchronize.assert_called_once_with()
     assert host_copy.HostCopier().copy({"x": torch.zeros(1)}).arrived == []
 
 
 def test_copy_goes_to_ordinary_memory_if_none_can_be_locked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class OnGpu(torch.Tensor):
-        device = property(lambda self: torch.device("cuda", 0))  # type: ignore[assignment]
-
     asked, make = [], torch.empty_like
 
     def empty_like(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -51,9 +48,9 @@ def test_copy_goes_to_ordinary_memory_if_none_can_be_locked(
         return make(*args, **kwargs)
 
     monkeypatch.setattr(torch, "empty_like", empty_like)
-    monkeypatch.setattr(host_copy, "record_events", list)
+    monkeypatch.setattr(torch.cuda, "current_stream", mock.Mock())
     source = torch.arange(6.0).view(2, 3).t()
-    copied = host_copy.HostCopier().copy({"x": source.as_subclass(OnGpu)}).state["x"]
+    copied = host_copy.HostCopier().copy({"x": source.as_subclass(on_gpu(0))}).state["x"]
     assert asked == [True, False]
     assert torch.equal(copied.as_subclass(torch.Tensor), source)
     assert copied.stride() == source.stride()

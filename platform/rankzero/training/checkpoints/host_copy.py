@@ -80,7 +80,8 @@ class HostCopier:
 
         copied = _map_tensors(state, copy_tensor, ())
         self._spare.clear()
-        return PendingCopy(copied, record_events(gpus))
+        # An event on one GPU's stream does not wait for the copies of another GPU.
+        return PendingCopy(copied, [torch.cuda.current_stream(gpu).record_event() for gpu in gpus])
 
     def prepare(self, kinds: Iterable[Kind], is_hurried: Callable[[], bool]) -> None:
         """Make buffers on the host for the first `copy`, and touch their memory.
@@ -139,17 +140,6 @@ def kind_of(tensor: Tensor) -> Kind | None:
     if not any(tensor.is_contiguous(memory_format=one) for one in formats):
         return None
     return Kind(tensor.shape, tensor.stride(), tensor.dtype, where)
-
-
-def record_events(gpus: Iterable[torch.device]) -> list[torch.cuda.Event]:
-    """Return an event for each GPU, recorded on its current stream."""
-    # An event on one GPU's stream does not wait for the copies of another GPU.
-    events = []
-    for gpu in gpus:
-        with torch.cuda.device(gpu):
-            events.append(torch.cuda.Event())
-            events[-1].record(torch.cuda.current_stream(gpu))
-    return events
 
 
 def _map_tensors(
