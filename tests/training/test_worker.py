@@ -7,12 +7,9 @@ import threading
 import time
 from typing import Any
 
-import pytest
 import torch
 
-from rankzero.errors import UserError
-from rankzero.launch import failures
-from rankzero.launch.request import OUT_OF_MEMORY, JobRequest
+from rankzero.launch.request import JobRequest
 from rankzero.ranks import Ranks
 from rankzero.run_store.folder import Identity
 from rankzero.training import worker
@@ -36,22 +33,6 @@ def test_a_thread_that_never_ends_does_not_keep_a_rank_alive() -> None:
 
 def request(environment: dict[str, str]) -> JobRequest:
     return JobRequest("", "", "", Identity("", "", "", ""), environment, "")
-
-
-def test_an_error_after_halving_the_micro_batch_begins_with_the_memory() -> None:
-    for environment, text in (
-        (
-            {OUT_OF_MEMORY: "micro-batch 8 -> 4"},
-            "^a device lacked memory, so micro-batch 8 -> 4. With that, no",
-        ),
-        ({}, "^no"),
-    ):
-        with (
-            pytest.raises(UserError, match=text) as caught,
-            worker._naming_halved_memory(request(environment)),
-        ):
-            raise UserError("no")
-        assert failures.describe(caught.value, 0).kind is failures.FailureKind.USER_ERROR
 
 
 def test_a_stream_without_a_length_gives_notice_that_it_has_one_epoch() -> None:

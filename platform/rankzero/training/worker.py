@@ -15,7 +15,6 @@ from typing import Any
 
 from rankzero import config, experiment_file
 from rankzero import ranks as launcher
-from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.launch import failures
 from rankzero.launch.request import OUT_OF_MEMORY, JobRequest
@@ -109,8 +108,7 @@ def attempt(
     world.extend_timeouts()
     totals = RunTotals()
     with lifecycle.tracked(log, experiment, request.environment, world, totals) as run:
-        with _naming_halved_memory(request):
-            job, state = build(experiment, world)
+        job, state = build(experiment, world)
         device.forget_peak_memory(world)
         restore.newest(log.folder.checkpoints, job, state, log.notice, required=request.resumes)
         test_sets = final_test.load_sets(experiment, world)
@@ -125,19 +123,6 @@ def attempt(
             log.notice(text)
         run.outcome = _train(job, state, log, stop, totals, watchdog, test_sets)
     return run.outcome
-
-
-@contextlib.contextmanager
-def _naming_halved_memory(request: JobRequest) -> Iterator[None]:
-    """Name the lack of memory in a UserError, if half the micro-batch may be its cause."""
-    try:
-        yield
-    except UserError as error:
-        if OUT_OF_MEMORY not in request.environment:
-            raise
-        halved = request.environment[OUT_OF_MEMORY]
-        # Not "out of memory": the launcher would halve the micro-batch again.
-        raise UserError(f"a device lacked memory, so {halved}. With that, {error}") from error
 
 
 def _notices(
