@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,15 @@ def log_points(client: MlflowClient, run_id: str, points: Sequence[MetricPoint])
             Metric(p.key, p.value, p.milliseconds, p.step, model_id=p.model_id) for p in chunk
         ]
         client.log_batch(run_id, metrics=metrics, synchronous=True)
+
+
+def all_found(search: Callable[..., Any], *arguments: Any, **options: Any) -> Iterator[Any]:
+    """Yield what a search of MLflow's client finds, of all its pages."""
+    page = search(*arguments, **options)
+    yield from page
+    while page.token:
+        page = search(*arguments, **options, page_token=page.token)
+        yield from page
 
 
 def chunks(items: Sequence[Any], size: int) -> Iterator[list[Any]]:

@@ -11,6 +11,7 @@ from mlflow.exceptions import MlflowException
 from rankzero.mlflow_store import uris
 from rankzero.mlflow_store.client import mlflow_compat
 from rankzero.mlflow_store.client.artifact_locations import ArtifactLocations
+from rankzero.mlflow_store.client.connection import all_found
 from rankzero.mlflow_store.client.models import MlflowModels
 from rankzero.mlflow_store.client.records import RunRecord
 
@@ -33,17 +34,9 @@ class MlflowDeletion:
         """Return the ids of all runs that are deleted and can be restored."""
         experiments = self._client.search_experiments(view_type=ViewType.ALL)
         ids = [experiment.experiment_id for experiment in experiments]
-        found: set[str] = set()
-        token: str | None = None
-        while ids:
-            page = self._client.search_runs(
-                ids, run_view_type=ViewType.DELETED_ONLY, max_results=1000, page_token=token
-            )
-            found |= {str(run.info.run_id) for run in page}
-            token = page.token
-            if not token:
-                break
-        return found
+        kind = ViewType.DELETED_ONLY
+        runs = all_found(self._client.search_runs, ids, run_view_type=kind) if ids else ()
+        return {str(run.info.run_id) for run in runs}
 
     def delete(self, run_id: str) -> None:
         """Delete a run until `restore`. A run that is deleted or gone stays so."""

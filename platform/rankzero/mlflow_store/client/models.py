@@ -14,7 +14,7 @@ from mlflow.exceptions import MlflowException
 from rankzero.events import CheckpointSaved
 from rankzero.mlflow_store.client import mlflow_compat
 from rankzero.mlflow_store.client.artifact_locations import ArtifactLocations, names
-from rankzero.mlflow_store.client.connection import log_points
+from rankzero.mlflow_store.client.connection import all_found, log_points
 from rankzero.mlflow_store.client.records import RemoteCheckpoint, RunRecord
 from rankzero.mlflow_store.items import MetricPoint
 from rankzero.mlflow_store.uris import TrackingError
@@ -95,19 +95,12 @@ class MlflowModels:
 
     def versions(self, ids: set[str]) -> list[ModelVersion]:
         """Return the registry's versions whose run or source is one of `ids`, runs or models."""
-        found: list[ModelVersion] = []
-        token: str | None = None
-        while True:
-            # A version that somebody registered may name no run, so no filter finds all.
-            page = self._client.search_model_versions(page_token=token)
-            found += (
-                version
-                for version in page
-                if not ids.isdisjoint((str(version.run_id), *str(version.source).split("/")))
-            )
-            token = page.token
-            if not token:
-                return found
+        # A version that somebody registered may name no run, so no filter finds all.
+        return [
+            version
+            for version in all_found(self._client.search_model_versions)
+            if not ids.isdisjoint((str(version.run_id), *str(version.source).split("/")))
+        ]
 
     def download_checkpoint(self, model_id: str, destination: Path) -> Path:
         """Download the checkpoint's files into the folder `destination` and return it."""
@@ -207,16 +200,9 @@ class MlflowModels:
         return self._models(run, None)
 
     def _models(self, run: RunRecord, kind: str | None, condition: str = "") -> list[LoggedModel]:
-        found: list[LoggedModel] = []
-        token: str | None = None
-        while True:
-            page = self._client.search_logged_models(
-                [run.experiment_id], f"source_run_id = '{run.run_id}'{condition}", page_token=token
-            )
-            found += (model for model in page if kind in (None, model.model_type))
-            token = page.token
-            if not token:
-                return found
+        where = f"source_run_id = '{run.run_id}'{condition}"
+        models = all_found(self._client.search_logged_models, [run.experiment_id], where)
+        return [model for model in models if kind in (None, model.model_type)]
 
     def _upload_checkpoint(
         self,
