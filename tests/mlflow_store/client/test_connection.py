@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from mlflow.store.entities import PagedList
 
 from rankzero.mlflow_store.client import MlflowRuns, connection
 from rankzero.mlflow_store.client.connection import (
@@ -92,3 +93,8 @@ def test_a_server_that_is_slow_gets_more_time_and_then_less_again(
     for _ in range(3):
         ask(0.0)
     assert limits == ["1", "1", "2", "4", "4", "2", "1"] and os.environ[TIMEOUT] == "1"
+
+
+def test_a_search_finds_what_is_on_all_pages() -> None:
+    pages = {"": PagedList([1, 2], "a"), "a": PagedList([], "b"), "b": PagedList([3], None)}
+    assert [*connection.all_found(lambda _, page_token="": pages[page_token], 7)] == [1, 2, 3]
