@@ -53,7 +53,7 @@ def test_the_report_of_a_finished_run(tmp_path: Path) -> None:
         "Steps 25 (best), 50. Continue from the latest:",
         "rankzero resume digits-1 train.epochs=10\n",
         "`bf16`",
-        "`label`&emsp;&emsp; | `''` |",
+        "`label`&emsp; | `''` |",
         "2.0% of the training time",
     ):
         assert line in text, text

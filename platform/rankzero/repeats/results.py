@@ -156,11 +156,7 @@ def problems(results: Sequence[RunResult]) -> list[str]:
 
 def page(name: str, results: Sequence[RunResult], goal: Goal) -> str:
     """Return the text of the repeat's page in MLflow."""
-    # MLflow sets a table's columns without a gap.
-    tables = [
-        markdown.table(head, [[f"{cell}&emsp;" for cell in row] for row in rows])
-        for head, rows in (metric_table(results), run_table(results, goal))
-    ]
+    tables = [markdown.table(*found) for found in (metric_table(results), run_table(results, goal))]
     missing = [f"Missing: {line}" for line in problems(results)]
     again = f"`rankzero repeat {name}` trains what is missing. `--seeds` or `--over` adds runs."
     return "\n\n".join([f"**{sentence(results, goal)}**", *tables, *missing, again]) + "\n"

@@ -7,5 +7,6 @@ from collections.abc import Iterable, Sequence
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table. The caller replaces what would end a cell."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    # MLflow's page sets columns without any gap.
+    first, *others = ["&emsp; | ".join(line) for line in (head, *rows)]
+    return "\n".join(f"| {line} |" for line in (first, " | ".join(["---"] * len(head)), *others))

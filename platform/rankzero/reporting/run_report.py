@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,7 @@ _CHANGES = {
 # The end of a traceback names the error. The journal has all of it.
 _ERROR_LINES = 25
 _MAX_NOTES = 30
-# MLflow's page puts headings and columns without any space between them.
-_EM_SPACES = "&emsp;&emsp;"
+# MLflow's page puts no space above headings.
 _GAP = "&nbsp;\n\n"
 
 
@@ -104,7 +103,7 @@ def so_far(facts: Facts, status: Any) -> RunEnded:
 
 def for_terminal(text: str) -> str:
     """Return the Markdown without space and links that only MLflow's page needs."""
-    return page_links.removed(text).replace(_GAP, "").replace(_EM_SPACES, "").replace("&emsp;", "")
+    return page_links.removed(text).replace(_GAP, "").replace("&emsp;", "")
 
 
 def _lead(facts: Facts, end: RunEnded) -> str:
@@ -147,7 +146,7 @@ def _results(facts: Facts, end: RunEnded) -> str:
         for key, title, unit in _GPU_ROWS
         if key in facts.gpu_means
     ]
-    return _table(("Result", ""), rows) if rows else ""
+    return table(("Result", ""), rows) if rows else ""
 
 
 def _progress_rows(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -252,7 +251,7 @@ def _origin(facts: Facts) -> str:
         ("PyTorch", torch),
     ]
     found = [(title, _inline(value)) for title, value in rows if value]
-    return _GAP + "### What was run\n\n" + _table(("Origin", ""), found) if found else ""
+    return _GAP + "### What was run\n\n" + table(("Origin", ""), found) if found else ""
 
 
 def _parameters(known: Mapping[str, str]) -> str:
@@ -276,12 +275,7 @@ def _setting(facts: Facts) -> str:
         for key in (*own, *_SETTINGS)
         if key in params and params[key] != "none"
     ]
-    return _GAP + "### Setting\n\n" + _table(("Setting", "Value"), rows) if rows else ""
-
-
-def _table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
-    # MLflow's page gives tables no padding.
-    return table(head, [(left + _EM_SPACES, right) for left, right in rows])
+    return _GAP + "### Setting\n\n" + table(("Setting", "Value"), rows) if rows else ""
 
 
 def _inline(text: str) -> str:

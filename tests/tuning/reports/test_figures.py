@@ -112,7 +112,7 @@ def test_bars_show_the_knobs_that_were_measured(tmp_path: Path) -> None:
     probe_figures.write_pngs(tmp_path, MAP, EFFECTS)
     assert (tmp_path / "knobs.png").read_bytes().startswith(b"\x89PNG")
     table = effects_markdown(EFFECTS)
-    assert "| workers 2&emsp; | +50.0%&emsp; | +45.0% to +55.0%&emsp; | kept&emsp; |" in table
+    assert "| workers 2&emsp; | +50.0%&emsp; | +45.0% to +55.0%&emsp; | kept |" in table
     assert "refused: no images" in table and effects_markdown([]) == ""
 
 

@@ -182,15 +182,11 @@ def texts_of(trial: Trial) -> list[str]:
 
 def trials_markdown(trials: Sequence[Trial]) -> str:
     """Return the trials as a Markdown table, the best first. Those that missed the bar follow."""
-    head = [
-        name.replace("_per_second", "/s").replace("_", " ") + "&emsp;" for name in SHOWN_COLUMNS
-    ]
+    head = [name.replace("_per_second", "/s").replace("_", " ") for name in SHOWN_COLUMNS]
     ranked = sorted(
         trials, key=lambda one: (one.value is None, not one.feasible, one.rank, one.number)
     )
-    # MLflow sets a table's columns without a gap.
-    rows = [[text and f"{text}&emsp;" for text in texts_of(trial)] for trial in ranked]
-    return markdown.table(head, rows)
+    return markdown.table(head, map(texts_of, ranked))
 
 
 def effects_markdown(effects: Sequence[Effect]) -> str:
@@ -200,8 +196,7 @@ def effects_markdown(effects: Sequence[Effect]) -> str:
 
 def texts_markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return rows of texts as a Markdown table, or nothing without rows."""
-    shown = [[f"{text}&emsp;" for text in row] for row in rows]
-    return f"{markdown.table(columns, shown)}\n\n" if rows else ""
+    return f"{markdown.table(columns, rows)}\n\n" if rows else ""
 
 
 def sweet_spot_yaml(experiment: Experiment, verdict: str, command: str) -> str:
