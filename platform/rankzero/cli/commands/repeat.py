@@ -15,7 +15,7 @@ from rankzero.cli.commands.train import experiment_of
 from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.live import command, look
 from rankzero.cli.display.terminal import print_line, print_table
-from rankzero.cli.submit import ray_run, srun
+from rankzero.cli.submit import clusters
 from rankzero.errors import FAILED, RESUMABLE, RunFailed, UserError
 from rankzero.experiment import Experiment, Goal
 from rankzero.launch import agent
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_start_and_name(parser)
     options.add_processes(parser)
     options.add_new_run(parser)
-    srun.add_clusters(parser)
+    clusters.add_clusters(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,8 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     if before is not None and arguments.nproc is None:
         arguments.nproc = before.nproc
     continued = known.path.name if known is not None and before is not None else ""
-    ray_run.become(arguments, kind="repeat", known=continued)
-    srun.become(arguments, ("--nodes=1", "--ntasks=1"), kind="repeat", known=continued)
+    one_task = "--nodes=1", "--ntasks=1"
+    clusters.become(arguments, one_task, kind="repeat", known=continued)
     if known is not None and before is not None:
         folder, plan, experiment = known, *_continued(arguments, known, before)
         parts = _parts(arguments, plan, experiment)

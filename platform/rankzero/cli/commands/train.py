@@ -8,7 +8,7 @@ from pathlib import Path
 from rankzero import config, experiment_file
 from rankzero.cli import launch_run, options
 from rankzero.cli.commands import resume
-from rankzero.cli.submit import ray_run, srun
+from rankzero.cli.submit import clusters
 from rankzero.errors import FINISHED, UserError
 from rankzero.experiment import Experiment
 from rankzero.launch import agent
@@ -21,7 +21,7 @@ from rankzero.run_store.attempt import sole_launcher
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_training(parser)
-    srun.add_clusters(parser)
+    clusters.add_clusters(parser)
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
@@ -38,8 +38,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    ray_run.become(arguments)
-    srun.become(arguments, srun.one_task_per_machine(arguments.after))
+    clusters.become(arguments, clusters.one_task_per_machine(arguments.after))
     machines = options.machines_of(arguments)
     experiment = experiment_of(arguments, machines)
     known = resume.begun(arguments, machines) if arguments.resume_if_there else None

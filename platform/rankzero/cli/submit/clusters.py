@@ -1,4 +1,4 @@
-"""``rankzero train --slurm`` and ``repeat --slurm``: the same command on Slurm's machines."""
+"""``--slurm`` and ``--ray`` of ``rankzero train`` and ``repeat``: the same command on a cluster."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from rankzero.cli import options
 from rankzero.errors import UserError
 from rankzero.launch.machines import OF_TORCHRUN
+from rankzero.tuning.places import ray_actor
 
 
 def add_clusters(parser: argparse.ArgumentParser) -> None:
@@ -25,43 +26,61 @@ def add_clusters(parser: argparse.ArgumentParser) -> None:
 def become(
     arguments: argparse.Namespace, own: Sequence[str], *, kind: str = "", known: str = ""
 ) -> None:
-    """With ``--slurm``, replace this process by srun, which runs the same command.
+    """With ``--slurm`` or ``--ray``, replace this process by one that runs the same command there.
 
     `own`: options of srun, before those of the user. `kind`: the beginning of a new run's name.
-    `known`: the name of a repeat that the command's words continue. Raises UserError without Slurm.
+    `known`: the name of a repeat that the command's words continue. Raises UserError without Slurm
+    or Ray.
     """
-    if not arguments.slurm:
+    if arguments.ray is None and not arguments.slurm:
         if arguments.after:
             raise UserError("the words after -- are for a cluster: give --slurm or --ray, too")
         return
+    machines, words = _without_cluster(arguments)
     options.refuse_unnamed_resume(arguments)
     if not known:
         options.check_settings(arguments)
     name = known or options.run_name(arguments, kind)
-    words = command(arguments, name, own, named=bool(known or arguments.run_name))
+    # All machines must use one name, and each would invent another.
+    words += [] if known or arguments.run_name else ["--name", name]
+    program = _program(arguments, own, name, machines, ["-m", "rankzero", arguments.verb, *words])
     environ = {key: value for key, value in os.environ.items() if not key.startswith(OF_TORCHRUN)}
     sys.stdout.flush()
-    # srun gets the signals and the terminal, and its exit code is the command's.
-    os.execve(words[0], words, environ)  # noqa: S606 - a list of words, no shell in between
+    # It gets the signals and the terminal, and its exit code is the command's.
+    os.execve(program[0], program, environ)  # noqa: S606 - a list of words, no shell in between
 
 
-def command(
-    arguments: argparse.Namespace, name: str, own: Sequence[str], *, named: bool
-) -> list[str]:
-    """Return the words of srun that run the command of `arguments`. Raises UserError."""
-    if (srun := shutil.which("srun")) is None:
-        raise UserError("this machine has no srun: run this on a machine of the Slurm cluster")
-    # Not from torchrun's variables, which stay behind.
-    if any(word.startswith(("--nn", "--rdzv-e")) for word in arguments.words):
-        raise UserError("srun knows the machines: give it their number, -- --nodes 2")
+def _without_cluster(arguments: argparse.Namespace) -> tuple[int, list[str]]:
+    """Return how many machines Ray is to give, and the command's words but for the cluster's.
+
+    Raises UserError for words that choose machines.
+    """
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--slurm", action="store_true")
-    _, words = parser.parse_known_args(arguments.words)
-    # All machines must use one name, and each would invent another.
-    words += [] if named else ["--name", name]
+    parser.add_argument("--ray")
+    parser.add_argument("--nnodes", default="1")
+    # Not from torchrun's variables, which stay behind.
+    found, words = parser.parse_known_args(arguments.words)
+    chosen = any(word.startswith("--rdzv-e") for word in words)
+    if arguments.slurm and (chosen or any(word.startswith("--nn") for word in arguments.words)):
+        raise UserError("srun knows the machines: give it their number, -- --nodes 2")
+    if chosen or not found.nnodes.isdecimal():
+        raise UserError("Ray chooses the machines: give --ray their number only, --nnodes 2")
+    return max(1, int(found.nnodes)), words
+
+
+def _program(
+    arguments: argparse.Namespace, own: Sequence[str], name: str, machines: int, same: list[str]
+) -> list[str]:
+    """Return the words of srun, or of what drives Ray's actors, that run Python with `same`."""
+    if arguments.ray is not None:
+        processes = arguments.nproc or 1
+        return ray_actor.command(arguments.ray, arguments.after, processes, machines, same)
+    if (srun := shutil.which("srun")) is None:
+        raise UserError("this machine has no srun: run this on a machine of the Slurm cluster")
     cores = [f"--cpus-per-task={arguments.nproc}"] if arguments.nproc else []
     chosen = [f"--job-name={name}", *cores, *own, *arguments.after]
-    return [srun, *chosen, sys.executable, "-P", "-m", "rankzero", arguments.verb, *words]
+    return [srun, *chosen, sys.executable, "-P", *same]
 
 
 def one_task_per_machine(own: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:
