@@ -175,7 +175,7 @@ class RemoteHost:
         return [] if self._process is None else [self._lines.reading]
 
     def signal(self, number: signal.Signals, written: Sequence[Path] = ()) -> None:
-        """Send a signal, and the files from which the trial learns why."""
+        """Send a signal, and the files or folders from which the trial learns why."""
         if self._process is None or self._trial is None:
             return
         folder = self._trial.folder

@@ -72,7 +72,11 @@ class LocalHost:
         logs: Path,
         folder: Path,
     ) -> None:
-        """Have every rank run `entry(request)`; return at once. See `has_ended`."""
+        """Have every rank run `entry(request)`; return at once. See `has_ended`.
+
+        `entry`: a function at the top of a module that imports no PyTorch. `folder`: all that the
+        ranks read and write; `logs` is in it.
+        """
         del folder  # The ranks use the same disk.
         if not self._process.is_alive():
             self._start()
