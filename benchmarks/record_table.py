@@ -103,7 +103,7 @@ def main() -> None:
             Identity("table", "table", "table", "sqlite:///none", experiment_file=EXPERIMENT),
         )
         host = LocalHost(())
-        described = host.describe(EXPERIMENT, {}, 2)
+        described = host.describe(describe.Question(EXPERIMENT, {}, 2))
         space = make_space(
             describe.mirrored(described), 2, described.lr_exponent, PRECISIONS, described.samples
         )

@@ -56,7 +56,7 @@ def launcher_for(host: RemoteHost, folder: Path) -> TrainLauncher:
 
 
 def tiny(host: RemoteHost) -> Experiment:
-    return describe.mirrored(host.describe(str(TINY), QUICK, 1))
+    return describe.mirrored(host.describe(describe.Question(str(TINY), QUICK, 1)))
 
 
 def started(launcher: TrainLauncher, experiment: Experiment, name: str) -> LaunchedTrial:

@@ -22,6 +22,7 @@ from rankzero.launch.agent import Topology
 from rankzero.tuning.learning_curve import LearningCurve
 from rankzero.tuning.objective import Objective
 from rankzero.tuning.places.remote_host import RemoteHost
+from rankzero.tuning.trials.describe import Question
 from rankzero.tuning.trials.follower import TrialJob, TrialPool, TrialResult, run_alone
 from rankzero.tuning.trials.launcher import TrainLauncher, train
 from support.commands import TINY, events, last_end, wait_until
@@ -211,7 +212,7 @@ def test_a_command_that_starts_no_host_is_quoted() -> None:
         contextlib.closing(RemoteHost(words, (), "a test", print)) as host,
         pytest.raises(RunFailed, match="ended with 3: invalid partition: gpus"),
     ):
-        host.describe(str(TINY), {}, 1)
+        host.describe(Question(str(TINY), {}, 1))
 
 
 @pytest.mark.slow
@@ -260,11 +261,11 @@ def test_a_stopped_search_stops_its_trial_in_order(
 def test_a_host_that_waits_in_a_queue_is_announced_and_then_answers(node_folder: Path) -> None:
     queued, lines = ("sh", "-c", 'sleep 7; exec "$@"', node_folder.name, *NODE), list[str]()
     with contextlib.closing(RemoteHost(queued, (), "Slurm", lines.append)) as host:
-        assert host.describe(str(TINY), {}, 1).name == "Tiny" and not host.is_starting
+        assert host.describe(Question(str(TINY), {}, 1)).name == "Tiny" and not host.is_starting
     assert lines == ["waiting for a machine of Slurm"]
 
 
 @pytest.mark.slow
 def test_an_experiment_that_the_other_machine_lacks_is_named(host: RemoteHost) -> None:
     with pytest.raises(UserError, match=r"no such experiment file: /nowhere/x.py.*all machines"):
-        host.describe("/nowhere/x.py", {}, 1)
+        host.describe(Question("/nowhere/x.py", {}, 1))

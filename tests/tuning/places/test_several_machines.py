@@ -43,7 +43,7 @@ def launcher(host: RemoteHost, tmp_path: Path) -> TrainLauncher:
 def test_machines_train_a_trial_together_and_stop_together(
     host: RemoteHost, launcher: TrainLauncher
 ) -> None:
-    described = host.describe(str(TINY), QUICK, 1)
+    described = host.describe(describe.Question(str(TINY), QUICK, 1))
     assert (described.processes, described.machines) == (2, 2)
     experiment = describe.mirrored(described)
     # The second one must not join the ranks of the first.
@@ -68,5 +68,6 @@ def test_machines_train_a_trial_together_and_stop_together(
 
 
 def test_one_process_has_no_second_machine(host: RemoteHost) -> None:
+    alone = {**QUICK, "train.strategy": "single"}
     with pytest.raises(UserError, match="strategy=single is one process"):
-        host.describe(str(TINY), {**QUICK, "train.strategy": "single"}, 1)
+        host.describe(describe.Question(str(TINY), alone, 1))

@@ -14,7 +14,7 @@ import pytest
 from rankzero import Choice, ConfigError, Experiment, Goal, Train, config
 from rankzero.errors import UserError
 from rankzero.tuning.trials import describe
-from rankzero.tuning.trials.describe import ExperimentDescription, mirrored
+from rankzero.tuning.trials.describe import ExperimentDescription, Question, mirrored
 from support.paths import FIXTURES
 
 
@@ -88,7 +88,7 @@ def test_error_of_a_class_of_the_users_file_is_sent_as_one_that_all_processes_kn
         "        raise NoWeights('download the weights first')\n"
     )
     reader, writer = multiprocessing.Pipe(duplex=False)
-    describe._child(writer, str(file), {}, 1, 1)
+    describe._child(writer, Question(str(file), {}, 1))
     answer = reader.recv()
     assert type(answer) is UserError and str(answer) == "download the weights first"
 
@@ -96,7 +96,7 @@ def test_error_of_a_class_of_the_users_file_is_sent_as_one_that_all_processes_kn
 def test_the_processor_is_named_where_it_trains() -> None:
     import torch
 
-    found = describe._described(str(FIXTURES / "tiny.py"), {}, 1, 1)
+    found = describe._described(Question(str(FIXTURES / "tiny.py"), {}, 1))
     assert bool(found.processor) is not torch.cuda.is_available()
     assert found.processor.strip() == found.processor
 
@@ -114,7 +114,7 @@ def test_the_code_is_that_of_the_file_and_of_the_modules_beside_it(
     other.write_text("")
 
     def code() -> str:
-        return describe._described(f"{file}:Tiny", {}, 1, 1).code
+        return describe._described(Question(f"{file}:Tiny", {}, 1)).code
 
     first = code()
     other.write_text("changed = 1")
@@ -139,11 +139,11 @@ def test_what_data_import_to_prepare_a_file_is_no_change_of_the_code(
     file.write_text(
         (FIXTURES / "tiny.py").read_text().replace("\n        train = samples", prepares)
     )
-    first = describe._described(f"{file}:Tiny", {}, 1, 1).code
+    first = describe._described(Question(f"{file}:Tiny", {}, 1)).code
     # Each description has a process of its own.
     monkeypatch.delitem(sys.modules, "prepare_cache")
     cache.touch()
-    assert describe._described(f"{file}:Tiny", {}, 1, 1).code == first
+    assert describe._described(Question(f"{file}:Tiny", {}, 1)).code == first
 
 
 def test_modules_of_python_below_the_folder_are_no_code_of_the_user() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from rankzero.launch.agent import Topology
 from rankzero.run_store.folder import RunFolder
+from rankzero.tuning.trials.describe import Question
 from rankzero.tuning.trials.host_process import LocalHost
 from rankzero.tuning.trials.launcher import LaunchedTrial
 
@@ -65,7 +66,7 @@ def test_a_host_that_dies_before_it_describes_is_named() -> None:
     with contextlib.closing(LocalHost(())) as host:
         threading.Timer(0.5, os.kill, (frozen(host), signal.SIGKILL)).start()
         with pytest.raises(RuntimeError, match="the process that launches trials ended"):
-            host.describe("exp.py", {}, 1)
+            host.describe(Question("exp.py", {}, 1))
 
 
 @pytest.mark.slow

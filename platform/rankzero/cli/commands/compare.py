@@ -15,7 +15,7 @@ from rankzero.errors import FAILED, UserError
 from rankzero.run_store.spoken_names import new_name
 from rankzero.tuning.reports.study_run import StudyRun
 from rankzero.tuning.trials import describe
-from rankzero.tuning.trials.describe import ExperimentDescription
+from rankzero.tuning.trials.describe import ExperimentDescription, Question
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = strategy_runs(strategies, counts)
     settings = config.parse_assignments(arguments.settings)
     with search.host(arguments, processes=max(counts)) as host:
-        described = host.describe(arguments.experiment, settings, 1)
+        described = host.describe(Question(arguments.experiment, settings, 1))
         # The defaults depend on the GPUs, which only the host may look for.
         if described.gpus:
             strategies = strategies if arguments.strategies else ["single", "dp", "ddp"]
@@ -66,7 +66,7 @@ def run_profile(arguments: argparse.Namespace) -> int:
 
     settings = config.parse_assignments(arguments.settings)
     with search.host(arguments) as host:
-        described = host.describe(arguments.experiment, settings, arguments.nproc)
+        described = host.describe(Question(arguments.experiment, settings, arguments.nproc))
         with _open_run(arguments, described) as study:
             profile = runner.profile(study, host, described)
     print_table("top costs", *tables.costs(profile))

@@ -44,7 +44,7 @@ from rankzero.tuning.places.remote_host import RemoteHost
 from rankzero.tuning.reports.study_run import StudyRun
 from rankzero.tuning.space import Space, make_space
 from rankzero.tuning.trials import describe
-from rankzero.tuning.trials.describe import ExperimentDescription
+from rankzero.tuning.trials.describe import ExperimentDescription, Question
 from rankzero.tuning.trials.host import Host, closed_together
 from rankzero.tuning.trials.host_process import LocalHost
 from rankzero.tuning.trials.resources import Share, shares
@@ -201,7 +201,7 @@ def described_space(
         arguments.knobs = knobs.parse(",".join(arguments.knobs))
     # A host of a cluster has its machine's GPUs, or its part of them, for itself.
     sharing = 1 if _is_elsewhere(arguments) else arguments.parallel
-    found = host.describe(arguments.experiment, settings, own, sharing, more)
+    found = host.describe(Question(arguments.experiment, settings, own, sharing, more))
     reference = describe.mirrored(found)
     all_counts = [count * found.machines for count in more]
     space = make_space(

@@ -45,6 +45,7 @@ from rankzero.tuning.places.messages import (
     Started,
 )
 from rankzero.tuning.places.mirror import Mirror
+from rankzero.tuning.trials.describe import Question
 from rankzero.tuning.trials.host_process import LocalHost
 from rankzero.tuning.trials.launcher import await_end
 
@@ -126,8 +127,8 @@ class _Node:
                 "share, or at the same path on each"
             )
         try:
-            given = (message.reference, *message.given, self._step.machines.most)
-            return self._host.describe(*given)
+            asked = (message.reference, *message.given, self._step.machines.most)
+            return self._host.describe(Question(*asked))
         except (UserError, RunFailed) as error:
             return error
 

@@ -19,7 +19,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,7 +39,7 @@ from rankzero.tuning.places.messages import (
     Start,
     Started,
 )
-from rankzero.tuning.trials.describe import ExperimentDescription
+from rankzero.tuning.trials.describe import ExperimentDescription, Question
 
 _PATIENCE_SECONDS = 5.0  # before the user is told what the search waits for
 _END_SECONDS = 15.0  # for the host and the cluster's command to end by themselves
@@ -85,17 +85,11 @@ class RemoteHost:
         self._lost_at = math.inf
         self.was_lost = False
 
-    def describe(
-        self,
-        reference: str,
-        settings: Mapping[str, str],
-        processes: int | None,
-        parallel: int = 1,
-        more: Sequence[int] = (),
-    ) -> ExperimentDescription:
+    def describe(self, asked: Question) -> ExperimentDescription:
         """Return the description of the experiment in a file. Raises UserError, RunFailed."""
-        path = str(Path(reference).absolute())
-        self._send(Describe(path, (dict(settings), processes, parallel, tuple(more))))
+        path = str(Path(asked.reference).absolute())
+        given = asked.settings, asked.processes, asked.parallel, asked.more
+        self._send(Describe(path, given))
         while True:
             for message in self._receive(_PATIENCE_SECONDS):
                 self._take(message)

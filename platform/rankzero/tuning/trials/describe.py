@@ -35,6 +35,22 @@ _ADAPTIVE_EXPONENT, _SGD_EXPONENT = 0.5, 1.0  # of the batch size, in the learni
 
 
 @dataclasses.dataclass(frozen=True)
+class Question:
+    """Which experiment to describe, for which trials."""
+
+    reference: str
+    settings: Mapping[str, str]
+    processes: int | None = None
+    """Those of each trial on each of its machines. None: as many as there are GPUs for it."""
+    parallel: int = 1
+    """So many trials share the machine."""
+    more: Sequence[int] = ()
+    """Other numbers of processes that trials may have."""
+    machines: int = 1
+    """Those of a trial."""
+
+
+@dataclasses.dataclass(frozen=True)
 class ExperimentDescription:
     """An experiment in plain values, and the machine's part of a search."""
 
@@ -70,25 +86,15 @@ class ExperimentDescription:
     data are made."""
 
 
-def describe(
-    reference: str,
-    settings: Mapping[str, str],
-    processes: int | None,
-    parallel: int = 1,
-    more: Sequence[int] = (),
-    machines: int = 1,
-) -> ExperimentDescription | Exception:
+def describe(asked: Question) -> ExperimentDescription | Exception:
     """Return the description of the experiment in a file, or the error of reading it there.
 
-    A child process reads the file. `processes`: of each trial on each of its `machines`. None: as
-    many as there are GPUs for each of the `parallel` trials. `more`: other numbers that trials may
-    have.
+    A child process reads the file.
     """
     context = multiprocessing.get_context("forkserver")
-    given = (reference, dict(settings), processes, parallel, more, machines)
     try:
         reader, writer = context.Pipe(duplex=False)
-        child = context.Process(target=_child, args=(writer, *given))
+        child = context.Process(target=_child, args=(writer, asked))
         child.start()
         # So that a child that dies closes the pipe.
         writer.close()
@@ -96,7 +102,9 @@ def describe(
             answer: ExperimentDescription | Exception = reader.recv()
         except EOFError:
             child.join()
-            return RunFailed(f"the process that reads {reference} ended with {child.exitcode}")
+            return RunFailed(
+                f"the process that reads {asked.reference} ended with {child.exitcode}"
+            )
     except Exception as error:  # it could not start, or sent what only it can read
         return error
     # The user's file may hold memory of a GPU, which the first trial needs.
@@ -139,13 +147,13 @@ def _fields(leaves: Sequence[config.Leaf]) -> list[tuple[str, Any, Any]]:
     return fields
 
 
-def _child(pipe: Connection, *given: Any) -> None:
+def _child(pipe: Connection, asked: Question) -> None:
     from rankzero.launch import failures, signals
 
     # The server that this process is a fork of holds signals back.
     signals.unblock()
     try:
-        pipe.send(_described(*given))
+        pipe.send(_described(asked))
     # Every process knows these classes. One of the user's file cannot be unpickled elsewhere.
     except (UserError, config.ConfigError) as error:
         pipe.send(UserError(str(error)))
@@ -154,14 +162,7 @@ def _child(pipe: Connection, *given: Any) -> None:
     pipe.close()
 
 
-def _described(
-    reference: str,
-    settings: Mapping[str, str],
-    processes: int | None,
-    parallel: int,
-    more: Sequence[int] = (),
-    machines: int = 1,
-) -> ExperimentDescription:
+def _described(asked: Question) -> ExperimentDescription:
     import torch
     from torch import nn
 
@@ -169,15 +170,18 @@ def _described(
     from rankzero.training.data.stream import length_of
     from rankzero.training.distributed.device import driver_version
 
-    experiment = with_changes(experiment_file.load(reference)(), settings)
+    experiment = with_changes(experiment_file.load(asked.reference)(), asked.settings)
     refuse_new(type(experiment))
     strategy, gpus = experiment.train.strategy, torch.cuda.device_count()
-    processes = ranks.default_count(strategy, gpus // parallel) if processes is None else processes
-    cores = max(1, core_count() // parallel)
-    _check_processes(experiment.train, (processes, *more), parallel, cores, machines)
+    processes = asked.processes
+    if processes is None:
+        processes = ranks.default_count(strategy, gpus // asked.parallel)
+    cores = max(1, core_count() // asked.parallel)
+    counts = (processes, *asked.more)
+    _check_processes(experiment.train, counts, asked.parallel, cores, asked.machines)
     model = experiment.model()
     # A model may import more. Data may, too, but often only where a prepared file is missing.
-    code = _digest_of_code(experiment_file.split(reference)[0].parent)
+    code = _digest_of_code(experiment_file.split(asked.reference)[0].parent)
     data, validation = experiment.data()
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     made = experiment.optimizer(model)
@@ -189,15 +193,15 @@ def _described(
         search=dict(type(experiment).search),
         # By the optimizer's name: its class may be any library's.
         lr_exponent=_SGD_EXPONENT if "sgd" in optimizer.lower() else _ADAPTIVE_EXPONENT,
-        processes=processes * machines,
-        machines=machines,
+        processes=processes * asked.machines,
+        machines=asked.machines,
         samples=length_of(data) or _ENDLESS,
         is_validated=validation is not None,
         precisions=_fast_precisions(),
         device=torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
         driver=driver_version() if torch.cuda.is_available() else "",
         gpus=gpus,
-        cores=cores * machines,
+        cores=cores * asked.machines,
         loads=not in_memory(data, experiment.collate),
         images=any(parameter.dim() == 4 for parameter in model.parameters()),
         batch_norm=any(isinstance(part, norms) for part in model.modules()),

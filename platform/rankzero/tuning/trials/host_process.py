@@ -15,14 +15,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from rankzero.launch import agent, output
 from rankzero.launch.signals import SignalForwarder, handled_signals
-from rankzero.tuning.trials.describe import ExperimentDescription, describe
+from rankzero.tuning.trials.describe import ExperimentDescription, Question, describe
 from rankzero.tuning.trials.resources import VISIBLE, Share
 
 _ORPHAN_SECONDS = 20.0  # for the ranks to stop by themselves once the search has died
@@ -43,18 +43,10 @@ class LocalHost:
         self.is_starting = False
         self._start()
 
-    def describe(
-        self,
-        reference: str,
-        settings: Mapping[str, str],
-        processes: int | None,
-        parallel: int = 1,
-        more: Sequence[int] = (),
-        machines: int = 1,
-    ) -> ExperimentDescription:
+    def describe(self, asked: Question) -> ExperimentDescription:
         """Return the description of the experiment in a file. Raises UserError, RunFailed."""
         try:
-            self._pipe.send((describe, reference, settings, processes, parallel, more, machines))
+            self._pipe.send((describe, asked))
             answer = self._pipe.recv()
         # One that dies before it has read its request resets the pipe.
         except (EOFError, OSError):
