@@ -15,7 +15,7 @@ import struct
 import threading
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from rankzero.errors import UserError
 from rankzero.mlflow_store import drivers
@@ -34,19 +34,6 @@ _KEEP_SECONDS = 5.0
 _CONNECT_SECONDS = 10.0
 
 
-class StoreLocks(Protocol):
-    """The locks of one process."""
-
-    def take(self, number: int) -> bool:
-        """Return whether this process holds the lock now. Does not wait."""
-
-    def is_taken(self, number: int) -> bool:
-        """Return whether another process holds the lock."""
-
-    def close(self) -> None:
-        """Free all locks."""
-
-
 class FileLocks:
     """Locks on bytes of a file, which has no content."""
 
@@ -55,7 +42,7 @@ class FileLocks:
         self._close = weakref.finalize(self, os.close, self._descriptor)
 
     def take(self, number: int) -> bool:
-        """Return whether this process holds the lock now."""
+        """Return whether this process holds the lock now. Does not wait."""
         # These locks belong to the open file. Those of F_SETLK would end with any close of it.
         with contextlib.suppress(BlockingIOError, PermissionError):
             fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _bytes_of(number))
@@ -115,7 +102,7 @@ class ServerLocks:
         self._thread.start()
 
     def take(self, number: int) -> bool:
-        """Return whether this process holds the lock now."""
+        """Return whether this process holds the lock now. Does not wait."""
         with self._mutex:
             is_own = self._ask(self._dialect.take, number)
             if is_own and number not in self._held:
@@ -157,6 +144,9 @@ class ServerLocks:
             with contextlib.suppress(Exception), self._mutex:
                 for number in self._held:
                     self._ask(self._dialect.take, number)
+
+
+StoreLocks = FileLocks | ServerLocks
 
 
 def journal_of(url: str) -> Path | None:
