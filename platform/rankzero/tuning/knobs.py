@@ -6,7 +6,7 @@ import dataclasses
 
 from rankzero.errors import UserError
 from rankzero.search_ranges import Choice, LogUniform
-from rankzero.tuning.probe.speed_knobs import EXACT, Subject
+from rankzero.tuning.probe.speed_knobs import EXACT
 from rankzero.tuning.space import Space
 from rankzero.tuning.trials.describe import ExperimentDescription
 
@@ -60,19 +60,4 @@ def turned(space: Space, names: tuple[str, ...]) -> Space:
         factors=space.factors if "lr" in named else LogUniform(1.0, 1.0),
         extras=extras,
         knobs=tuple(name for name in names if name in MEASURED and f"train.{name}" not in extras),
-    )
-
-
-def subject_of(space: Space, described: ExperimentDescription) -> Subject:
-    """Return what decides which values the knobs of speed have."""
-    train = space.reference.train
-    samples = (train.epochs or 1) * described.samples
-    return Subject(
-        train=train,
-        processes=described.processes,
-        cores=described.cores,
-        loads=described.loads,
-        images=described.images,
-        batch_norm=described.batch_norm,
-        run_samples=train.steps * train.batch_size if train.steps else samples,
     )

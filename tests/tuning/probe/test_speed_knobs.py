@@ -17,16 +17,12 @@ from rankzero.tuning.knobs import MEASURED
 from rankzero.tuning.probe import speed_knobs
 from rankzero.tuning.probe.grid import Cell, ProbeResult, Status
 from rankzero.tuning.probe.speed_knobs import LEAST_GAIN, Effect, Subject, Value
+from rankzero.tuning.trials.describe import ExperimentDescription
 
-SUBJECT = Subject(
-    train=Train(batch_size=64),
-    processes=2,
-    cores=8,
-    loads=True,
-    images=True,
-    batch_norm=False,
-    run_samples=1e6,
+DESCRIBED = ExperimentDescription(
+    *("Mine", (), {}, 0.5, 2, 10**5, True, ("fp32",), "cpu", ""), cores=8, loads=True, images=True
 )
+SUBJECT = Subject(Train(epochs=10, batch_size=64), DESCRIBED)
 KNEE = ProbeResult(
     64, 32, "fp32", "ok", 1000.0, 0.01, data_wait_fraction=0.3, communication_fraction=0.3
 )
@@ -129,7 +125,8 @@ def test_compiling_must_pay_within_one_run_of_the_user() -> None:
         one = block(cell, 1200.0 if compiled else 1000.0)
         return dataclasses.replace(one, setup_seconds=40.0 if compiled else 1.0)
 
-    short = dataclasses.replace(SUBJECT, run_samples=1e5)  # 100 s, of which it saves 17
+    # 100 s, of which it saves 17.
+    short = Subject(SUBJECT.train, dataclasses.replace(DESCRIBED, samples=10**4))
     (found,), _ = decide(measure, ("compile",), short)
     assert found.decision == "does not pay" and "39 s longer to start" in found.reason
     assert speed_knobs.decided(decide(measure, ("compile",))[0]) == {"train.compile": True}
@@ -158,22 +155,19 @@ def test_noise_alone_is_seldom_kept() -> None:
 
 
 def test_a_model_that_takes_long_to_build_does_not_hold_up_the_search() -> None:
-    subject = dataclasses.replace(SUBJECT, run_samples=1e6)  # 1000 s
-
     def measure(cell: Cell) -> ProbeResult:
         gain = 1.5 if cell.settings.get("train.workers") == 4 else 1.0
         return dataclasses.replace(block(cell, 1000.0 * gain), seconds=40.0)
 
-    found, measured = decide(measure, MEASURED, subject)
+    found, measured = decide(measure, MEASURED)
     assert len(measured) <= 13
     assert speed_knobs.decided(found) == {"train.workers": 4}
     assert [one.decision for one in found[-3:]] == ["no time"] * 3
 
 
 def test_knobs_without_a_cause_are_not_measured() -> None:
-    subject = dataclasses.replace(
-        SUBJECT, processes=1, loads=False, images=False, batch_norm=True, train=Train()
-    )
+    alone = dataclasses.replace(DESCRIBED, processes=1, loads=False, images=False, batch_norm=True)
+    subject = Subject(Train(), alone)
     knobs = ("workers", "channels_last", "strategy", "ddp.bucket_mb", "micro_batch")
     found, measured = decide(machine({}), knobs, subject)
     assert not measured and {one.decision for one in found} == {"refused"}
@@ -206,7 +200,8 @@ def test_whatever_is_measured(
         one = block(cell, speed, cast("Status", status), noise)
         return dataclasses.replace(one, seconds=drawn.uniform(0, 100))
 
-    subject = dataclasses.replace(SUBJECT, processes=processes, loads=loads)
+    described = dataclasses.replace(DESCRIBED, processes=processes, loads=loads)
+    subject = Subject(SUBJECT.train, described)
     found, measured = decide(measure, knobs, subject)
     tried = [one for one in speed_knobs.values(knobs, subject, KNEE) if not one.refusal]
     # Once alone and once with others, each with a block of the settings without it.

@@ -27,10 +27,9 @@ from rankzero.launch import failures
 from rankzero.launch.agent import Topology
 from rankzero.launch.failures import Failure, FailureKind
 from rankzero.run_store.lock_files import open_lock, try_lock
-from rankzero.tuning.knobs import subject_of
 from rankzero.tuning.probe import grid, speed_knobs, worker
 from rankzero.tuning.probe.grid import ProbeResult
-from rankzero.tuning.probe.speed_knobs import Effect
+from rankzero.tuning.probe.speed_knobs import Effect, Subject
 from rankzero.tuning.probe.worker import ProbeRequest
 from rankzero.tuning.space import BATCH_INDEX, PRECISION, Space, devices_text, settings_text
 from rankzero.tuning.trials.describe import ExperimentDescription
@@ -134,7 +133,7 @@ def _measure_on(
         batch_sizes=tuple(one for one in space.batch_sizes if one * _BELOW >= train.batch_size),
         precisions=space.precisions,
         knobs=space.knobs,
-        subject=subject_of(space, described),
+        subject=Subject(train, described),
         results=root / "probes" / f"{_key(space.reference, described)}.jsonl",
     )
     request.results.parent.mkdir(parents=True, exist_ok=True)
@@ -192,7 +191,7 @@ def _measure_once(
     logs = request.results.with_suffix(".logs")
     # Counted first: the processes may write a line at once.
     shown, has_ended, last_sign = len(_lines(request.results)), False, time.monotonic()
-    topology = Topology(request.subject.processes, silence_seconds=silence_seconds)
+    topology = Topology(request.subject.described.processes, silence_seconds=silence_seconds)
     folder = request.results.parent
     host.run(worker.main, topology, request, logs, folder)
     give_up = math.inf

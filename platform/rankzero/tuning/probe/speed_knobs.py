@@ -18,6 +18,7 @@ from rankzero.confidence import student_t
 from rankzero.experiment import Train
 from rankzero.tuning.probe.grid import Cell, ProbeResult
 from rankzero.tuning.space import settings_text
+from rankzero.tuning.trials.describe import ExperimentDescription
 
 Settings = Mapping[str, Any]
 Decision = Literal[
@@ -45,16 +46,14 @@ class Subject:
     """The user's own settings, the model and the machine: they decide which values a knob has."""
 
     train: Train
-    processes: int
-    cores: int
-    """Cores of one trial's processes together."""
-    loads: bool
-    """Whether samples are loaded, and not tensors in memory."""
-    images: bool
-    """Whether the model has convolutions over images."""
-    batch_norm: bool
-    run_samples: float
-    """Samples of one of the user's runs."""
+    described: ExperimentDescription
+
+    @property
+    def run_samples(self) -> int:
+        """Return the samples of one of the user's runs."""
+        if self.train.steps:
+            return self.train.steps * self.train.batch_size
+        return (self.train.epochs or 1) * self.described.samples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +99,7 @@ def values(knobs: Sequence[str], subject: Subject, knee: ProbeResult) -> list[Va
 
 def _values_of(knob: str, subject: Subject, knee: ProbeResult) -> list[Value]:
     key, train, found = f"train.{knob}", subject.train, list[Any]()
-    share = knee.batch_size // ranks.shards(train.strategy, subject.processes)
+    share = knee.batch_size // ranks.shards(train.strategy, subject.described.processes)
     if reason := _refusal(knob, subject, knee):
         return [Value(knob, {}, reason)]
     match knob:
@@ -124,16 +123,17 @@ def _values_of(knob: str, subject: Subject, knee: ProbeResult) -> list[Value]:
 def _refusal(knob: str, subject: Subject, knee: ProbeResult) -> str:
     """Return why no value of a knob is worth measuring, or nothing."""
     strategy, waits = subject.train.strategy, knee.communication_fraction
-    is_divided = subject.processes > 1 and strategy in EXACT
+    described, processes = subject.described, subject.described.processes
+    is_divided = processes > 1 and strategy in EXACT
     reasons = {
-        "workers": "" if subject.loads else "the data are tensors in memory",
-        "channels_last": "" if subject.images else "the model has no convolutions over images",
-        "strategy": "" if is_divided else f"{subject.processes} x {strategy} has no equal",
+        "workers": "" if described.loads else "the data are tensors in memory",
+        "channels_last": "" if described.images else "the model has no convolutions over images",
+        "strategy": "" if is_divided else f"{processes} x {strategy} has no equal",
         "ddp.bucket_mb": "" if waits >= LEAST_GAIN else f"a step waits {waits:.1%} for gradients",
-        "micro_batch": "the model normalizes over a micro-batch" if subject.batch_norm else "",
+        "micro_batch": "the model normalizes over a micro-batch" if described.batch_norm else "",
     }
     if knob == "ddp.bucket_mb" and not (is_divided and strategy != "fsdp"):
-        return f"{subject.processes} x {strategy} has no buckets"
+        return f"{processes} x {strategy} has no buckets"
     if knob == "micro_batch" and strategy not in (*EXACT, "single"):
         return f"train.strategy={strategy} divides batches by itself"
     return reasons.get(knob, "")
@@ -141,7 +141,8 @@ def _refusal(knob: str, subject: Subject, knee: ProbeResult) -> str:
 
 def _workers(subject: Subject, knee: ProbeResult) -> list[int]:
     # None means as many as training leaves cores; see training/data/processes.py.
-    each, own = subject.cores // subject.processes, subject.train.workers
+    each = subject.described.cores // subject.described.processes
+    own = subject.train.workers
     own = max(0, min(8, each - 1)) if own is None else own
     found = [own // 2] if own else []
     # More of them can only gain what a step waits for data.

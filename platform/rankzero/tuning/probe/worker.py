@@ -67,7 +67,7 @@ class ProbeRequest:
         """Return the next cell to measure, or None if the map is complete."""
         cells, strategy = self.cells(measured), self.subject.train.strategy
         wanted = self.batch_sizes, self.precisions
-        cell = grid.next_cell(cells, *wanted, self.subject.processes, strategy)
+        cell = grid.next_cell(cells, *wanted, self.subject.described.processes, strategy)
         knee = grid.knee(cells)
         if cell is not None or knee is None:
             return cell
