@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rankzero.launch import torch_compat
-from rankzero.launch.signals import LaunchStopped, SignalForwarder
+from rankzero.launch.signals import LaunchStopped, SignalForwarder, Workers
 
 WORKER = """
 import signal
@@ -29,7 +28,7 @@ class Agent:
     def __init__(self) -> None:
         self.workers: list[subprocess.Popen[str]] = []
 
-    def start(self, observer: torch_compat.WorkerObserver) -> None:
+    def start(self, observer: Workers) -> None:
         observer.starting()
         self.workers.append(
             subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True)
@@ -37,7 +36,7 @@ class Agent:
         assert self.printed() == "listens"
         observer.started([self.workers[-1].pid])
 
-    def stop(self, observer: torch_compat.WorkerObserver) -> None:
+    def stop(self, observer: Workers) -> None:
         observer.stopping()
         with self.workers[-1] as worker:
             worker.kill()

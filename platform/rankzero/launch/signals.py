@@ -74,7 +74,7 @@ class SignalForwarder:
         self.received: list[signal.Signals] = []
         """Signals that asked to stop."""
         self._clock, self._repeats_until = clock, 0.0
-        self._workers: _Workers | None = None
+        self._workers: Workers | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -87,12 +87,12 @@ class SignalForwarder:
             signal.signal(number, handler)
 
     @contextlib.contextmanager
-    def to_workers(self) -> Iterator[_Workers]:
+    def to_workers(self) -> Iterator[Workers]:
         """Forward signals to one launch's workers; yield the observer that its agent needs.
 
         Raises LaunchStopped when a signal asks to stop and no worker can get it.
         """
-        self._workers = _Workers()
+        self._workers = Workers()
         try:
             if self.received:
                 raise LaunchStopped(f"stopped by {self.received[0].name} before it began")
@@ -120,8 +120,8 @@ class SignalForwarder:
             self._workers.stop(number, signal.SIGQUIT if ends else _FORWARDED[number])
 
 
-class _Workers:
-    """The worker processes of one launch; a `torch_compat.WorkerObserver`."""
+class Workers:
+    """The worker processes of one launch. A `torch_compat.ObservedAgent` reports to it."""
 
     def __init__(self) -> None:
         self._pids: list[int] | None = None
@@ -132,6 +132,7 @@ class _Workers:
 
     @property
     def is_stopped(self) -> bool:
+        """Return whether workers must not be started again."""
         return self._stopped_by is not None
 
     def stop(self, received: signal.Signals, number: signal.Signals) -> None:
@@ -159,17 +160,20 @@ class _Workers:
                 os.kill(pid, number)
 
     def starting(self) -> None:
+        """Take note that workers are about to start. Raises LaunchStopped after a signal."""
         # The agent does not count a restart that another machine's failure asks for.
         if self._stopped_by is not None:
             raise LaunchStopped(f"stopped by {self._stopped_by.name}, and not started again")
         self._starting = True
 
     def started(self, pids: list[int]) -> None:
+        """Take note that workers run; send them the signals that waited."""
         self._pids, self._starting = pids, False
         while self._pending:
             self.send(self._pending.pop(0))
 
     def stopping(self) -> None:
+        """Take note that workers are about to be stopped."""
         self._pids = None
 
 

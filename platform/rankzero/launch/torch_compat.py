@@ -18,32 +18,16 @@ import os
 import time
 from collections.abc import Callable, MutableMapping
 from multiprocessing import connection, synchronize
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
 from rankzero.launch import stopped_workers
+from rankzero.launch.signals import Workers
 
 POLL_SECONDS = 0.01
-
-
-class WorkerObserver(Protocol):
-    """Receives the reports of an `ObservedAgent`."""
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether workers must not be started again."""
-
-    def starting(self) -> None:
-        """Workers are about to start. May raise, which ends the launch."""
-
-    def started(self, pids: list[int]) -> None:
-        """Workers run."""
-
-    def stopping(self) -> None:
-        """Workers are about to be stopped."""
 
 
 class ObservedAgent(LocalElasticAgent):
@@ -57,7 +41,7 @@ class ObservedAgent(LocalElasticAgent):
         self,
         spec: WorkerSpec,
         logs_specs: LogsSpecs,
-        observer: WorkerObserver,
+        observer: Workers,
         joined: Callable[[int], object] = lambda _: None,
         monitor_seconds: float = 0.5,
     ) -> None:
