@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -63,7 +61,7 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 class HostSampler:
-    """Reads the whole node's load, and the memory of one job's processes.
+    """Reads the whole node's load, and the memory of one job's processes, in one thread.
 
     `folder`: any path on the disk to watch. `process`: the pid at the root of the job's process
     tree, or None to leave its memory out. Network and energy are counted from here on.
@@ -73,8 +71,7 @@ class HostSampler:
         self._folder = folder
         self._process = process
         self._samples = 0
-        self._cpu_thread: int | None = None
-        self._network_start = _network_counters()
+        self._network_start = psutil.net_io_counters()
         self._energy = CpuEnergy()
 
     def sample(self) -> dict[str, float]:
@@ -82,11 +79,10 @@ class HostSampler:
         metrics: dict[str, float] = {}
         unreadable = contextlib.suppress(psutil.Error, OSError, RuntimeError)
         with unreadable:
-            percent, thread = psutil.cpu_percent(), threading.get_ident()
-            # psutil measures since the same thread's last call, and returns 0 to its first.
-            if thread == self._cpu_thread:
+            percent = psutil.cpu_percent()
+            # psutil measures since the thread's last call, and returns 0 to its first.
+            if self._samples:
                 metrics["cpu_utilization_percentage"] = percent
-            self._cpu_thread = thread
         with unreadable:
             memory = psutil.virtual_memory()
             metrics["system_memory_usage_megabytes"] = memory.used / _MEGABYTE
@@ -97,26 +93,17 @@ class HostSampler:
             metrics["disk_usage_percentage"] = disk.percent
             metrics["disk_usage_megabytes"] = disk.used / _MEGABYTE
             metrics["disk_available_megabytes"] = disk.free / _MEGABYTE
-        with unreadable:
-            now, start = _network_counters(), self._network_start
-            if now is not None and start is not None:
-                received, sent = (
-                    now.bytes_recv - start.bytes_recv,
-                    now.bytes_sent - start.bytes_sent,
-                )
-                metrics["network_receive_megabytes"] = received / _MEGABYTE
-                metrics["network_transmit_megabytes"] = sent / _MEGABYTE
+        # Without a network card, psutil returns None, although its types exclude it.
+        with unreadable, contextlib.suppress(AttributeError):
+            now, start = psutil.net_io_counters(), self._network_start
+            metrics["network_receive_megabytes"] = (now.bytes_recv - start.bytes_recv) / _MEGABYTE
+            metrics["network_transmit_megabytes"] = (now.bytes_sent - start.bytes_sent) / _MEGABYTE
         with unreadable:
             if self._process is not None and self._samples % _PROCESS_EVERY == 0:
                 metrics["process_memory_megabytes"] = _resident_bytes(self._process) / _MEGABYTE
         metrics |= self._energy.sample()
         self._samples += 1
         return metrics
-
-
-def _network_counters() -> Any:
-    # None without a network card, although psutil's types exclude it.
-    return psutil.net_io_counters()
 
 
 def _resident_bytes(pid: int) -> int:
