@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import is_exiting
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import Any, TypeVar
 
 from rankzero.errors import UserError
@@ -170,12 +169,7 @@ class TrackedRun:
     def __enter__(self) -> TrackedRun:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.finish(error)
 
     def finish(self, error: BaseException | None = None) -> None:
