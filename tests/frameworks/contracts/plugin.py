@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rankzero.integrations.own_loop.open_runs import OPEN
+from rankzero.integrations.own_loop.tracked_run import OPEN
 
 STAND_IN = importlib.import_module(
     f"frameworks.contracts.stand_ins.{os.environ['RANKZERO_CONTRACT']}"

@@ -24,9 +24,8 @@ from rankzero.config import ConfigError
 from rankzero.errors import UserError
 from rankzero.experiment import Goal
 from rankzero.integrations.own_loop.null_run import NullTrackedRun
-from rankzero.integrations.own_loop.open_runs import OPEN
 from rankzero.integrations.own_loop.params import params_of
-from rankzero.integrations.own_loop.tracked_run import TrackedRun
+from rankzero.integrations.own_loop.tracked_run import OPEN, TrackedRun
 from rankzero.mlflow_store import drivers, uris
 from rankzero.redaction.text import settings_without_secrets
 from rankzero.run_store.attempt import take_over

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import threading
 import time
 import weakref
@@ -18,7 +19,6 @@ from rankzero.events import Event, ParamsLogged, TagsSet
 from rankzero.experiment import Goal
 from rankzero.integrations.own_loop import logged_files, mlflow_calls, process_end, tables
 from rankzero.integrations.own_loop.attempt import FLUSH_ROWS, Attempt, guarded
-from rankzero.integrations.own_loop.open_runs import OPEN
 from rankzero.integrations.own_loop.own_names import OwnNames, logged_params
 from rankzero.integrations.own_loop.params import params_of
 from rankzero.integrations.own_loop.values import pairs_of, read_pairs, snapshot
@@ -523,3 +523,20 @@ def _plain(name: str) -> str:
     """Return a child's name as a part of a folder's name, different for different names."""
     plain, text = names.made_plain(name), name.encode("utf-8", "surrogatepass")
     return plain if plain == name else f"{plain}-{zlib.crc32(text):08x}"
+
+
+OPEN: dict[Path, TrackedRun] = {}
+"""The open runs of this process, by folder. A fork leaves them to its parent."""
+
+
+def _leave_to_parent() -> None:
+    """End no run of the parent in a forked process, nor write its journal, nor wait for its lock.
+
+    Values that are logged there are lost, with a note, while the parent's run is open.
+    """
+    for run in OPEN.values():
+        run.disown()
+    OPEN.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
