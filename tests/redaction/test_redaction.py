@@ -288,10 +288,11 @@ def test_text_without_a_secret_is_kept(text: str) -> None:
         "discord.com/api/v1",
     ],
 )
-def test_a_line_of_a_megabyte_takes_seconds(piece: str) -> None:
+def test_time_grows_no_faster_than_a_line(piece: str) -> None:
+    # It takes up to a second. If the time grew with the square, this would take minutes.
     start = time.process_time()
-    text_without_secrets(piece * (1_000_000 // len(piece)))
-    assert time.process_time() - start < 15
+    text_without_secrets(piece * (200_000 // len(piece)))
+    assert time.process_time() - start < 8
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,12 @@ from rankzero.reporting import image_grids
 from support.pictures import arrays
 
 
-@pytest.mark.parametrize("classes", [2, 10, 30, 31, 400])
-@pytest.mark.parametrize("mistakes", [0, 1, 4, 16])
+@pytest.mark.parametrize(
+    ("classes", "mistakes"), [(2, 0), (10, 1), (2, 16), *((n, 4) for n in (2, 10, 30, 31, 400))]
+)
 def test_every_number_of_classes_and_mistakes_can_be_drawn(
     tmp_path: Path, classes: int, mistakes: int
 ) -> None:
-    if mistakes != 4 and classes != 10:
-        classes = 2
     drawn = image_grids.draw(arrays(classes, mistakes), 7, tmp_path)
     assert list(drawn) == ["hardest_mistakes", "confusion_matrix", "training_batch"]
     for path in drawn.values():
