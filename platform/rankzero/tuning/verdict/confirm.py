@@ -74,6 +74,7 @@ def as_run(trial: int, seed: int, result: TrialResult, objective: Objective) -> 
         joules=curve.joules,
         is_timed=objective.is_timed(curve),
         lost=lost,
+        whole=objective.cost(curve, is_whole=True),
     )
 
 

@@ -8,7 +8,9 @@ nothing, the reference, the nearest challenger and the unreliable ones that may 
 as many seeds again.
 
 A training that misses the target is trained again. So it counts with the cost of the whole training
-and of one that reaches the target. A configuration that misses it on half of the seeds is out.
+and of one that reaches the target. A configuration that misses it on half of the seeds is out. The
+winner may miss it on other seeds, if it missed none here. So the gain is less, by what that costs
+at the share of misses among all runs.
 
 The sweet region is everything within one standard error of the best (Breiman's rule), or within
 3 %. The cheapest configuration of the region wins.
@@ -20,7 +22,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rankzero.confidence import pooled_deviation, student_t
 from rankzero.tuning.objective import TO_TARGET, Name
@@ -46,6 +48,8 @@ class ConfirmationRun:
     """Whether `value` depends on the machine's speed."""
     lost: float | None = None
     """The cost of the training, in the unit of `value`, if the run missed the quality."""
+    whole: float | None = None
+    """The cost of all its steps, in that unit, if it is known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,9 +137,8 @@ def decide(
     able = [one for one in challengers if one.costs]
     if not able and not reference.reached and objective != "quality":
         return _most_reliable(objective, reference, challengers)
-    scale = _Scale(objective, [reference, *able], sure=1 - 0.05 / LOOKS / max(1, len(able)))
-    fastest = min(able, key=scale.mean, default=reference)
-    own = scale.mean(reference)
+    sure, misses = 1 - 0.05 / LOOKS / max(1, len(able)), _share_of_misses([reference, *challengers])
+    scale = _Scale(objective, [reference, *able], sure, misses)
     better = [one for one in able if _beats(one, reference, scale, is_own_target)]
     is_tested = _is_tested(reference, is_own_target)
     rivals = better or [*able, *([reference] if is_tested else [])]
@@ -144,7 +147,7 @@ def decide(
         one for one in better or able if scale.mean(one) <= scale.mean(best) + scale.near(one, best)
     ]
     winner = min(region, key=_cost) if better else reference
-    nearest = winner if better else fastest
+    nearest = winner if better else min(able, key=scale.mean, default=reference)
     verdict = Verdict(
         objective=objective,
         reference=reference,
@@ -157,14 +160,31 @@ def decide(
         return verdict
     # On other numbers of devices, one may be slower because it was chosen for its cost.
     alike = [one for one in able if one.devices == nearest.devices]
-    effect, width = own - scale.shrunk(nearest, alike), scale.width(reference, nearest, 0.975)
-    return dataclasses.replace(
-        verdict,
-        gain=_gain(objective, effect),
-        gain_low=_gain(objective, effect - width),
-        gain_high=_gain(objective, effect + width),
-        nearest=nearest.trial,
+    gain, low, high = (
+        _gain(objective, effect) for effect in scale.effect(reference, nearest, alike)
     )
+    return dataclasses.replace(
+        verdict, gain=gain, gain_low=low, gain_high=high, nearest=nearest.trial
+    )
+
+
+class _Share(NamedTuple):
+    """A share of seeds, and how far off it may be at 95 %."""
+
+    mean: float
+    error: float
+
+
+def _share_of_misses(candidates: Sequence[Candidate]) -> _Share:
+    """Return the share of other seeds on which one of these misses the quality.
+
+    Few seeds may show no miss, so it has Jeffreys' prior (Jeffreys 1946): a beta distribution.
+    """
+    runs = [run for one in candidates for run in one.runs]
+    missed = 0.5 + sum(run.value is None and run.lost is not None for run in runs)
+    both = missed + 0.5 + sum(run.value is not None for run in runs)
+    mean = missed / both
+    return _Share(mean, 1.96 * math.sqrt(mean * (1 - mean) / (both + 1)))
 
 
 def _is_tested(reference: Candidate, is_own_target: bool) -> bool:
@@ -229,7 +249,7 @@ def second_look(
         lucky = dataclasses.replace(one, runs=(*one.runs, *more))
         if lucky.costs:
             able.append((one, lucky))
-    scale = _Scale(objective, [reference, *(lucky for _, lucky in able)], sure=1.0)
+    scale = _Scale(objective, [reference, *(lucky for _, lucky in able)], 1.0, _share_of_misses([]))
     worth = scale.mean(reference) - _worth(objective)
     hopeful = sorted((one for one, _ in able if scale.mean(one) < worth), key=scale.mean)
     nearest = next((one for one in hopeful if one.reached), None)
@@ -245,7 +265,10 @@ def median(values: Sequence[float | None]) -> float:
 class _Scale:
     """Means and uncertainties of candidates, on the scale on which effects add up."""
 
-    def __init__(self, objective: Name, candidates: Sequence[Candidate], sure: float) -> None:
+    def __init__(
+        self, objective: Name, candidates: Sequence[Candidate], sure: float, misses: _Share
+    ) -> None:
+        """`misses`: the share of other seeds on which a candidate misses the quality."""
         self._scores = {
             one.trial: [_score(objective, value) for value in one.costs or one.values]
             for one in candidates
@@ -255,7 +278,7 @@ class _Scale:
         reached = [[_score(objective, value) for value in one.values] for one in candidates]
         self._deviation, self._freedom = pooled_deviation(reached)
         self._unreliable = {one.trial for one in candidates if one.costs and not one.reached}
-        self._worth, self._sure = _worth(objective), sure
+        self._worth, self._sure, self._misses = _worth(objective), sure, misses
 
     def mean(self, one: Candidate) -> float:
         return statistics.fmean(self._scores[one.trial]) if self._scores[one.trial] else math.inf
@@ -273,9 +296,31 @@ class _Scale:
         share = noise / max(noise, statistics.variance(means))
         return middle + (1 - share) * (self.mean(one) - middle)
 
-    def floor(self, one: Candidate, other: Candidate) -> float:
-        """Return the difference above which one is surely better, and enough to matter."""
-        return max(self._worth, self.width(one, other, self._sure))
+    def effect(
+        self, own: Candidate, other: Candidate, chosen_from: Sequence[Candidate]
+    ) -> tuple[float, float, float]:
+        """Return how much better the other one is, and the ends of the 95 % interval."""
+        most = self.mean(own) - self.shrunk(other, chosen_from)
+        width, share, loss = self.width(own, other, 0.975), self._misses, self.loss(other)
+        effect = most - share.mean * loss
+        low = effect - math.hypot(width, share.error * loss)
+        return effect, low, most + share.mean * self.loss(own) + width
+
+    def loss(self, one: Candidate) -> float:
+        """Return what a miss on another seed adds to the score of one that missed none.
+
+        0 if its runs show what its misses cost, or if it is not known what a whole training costs.
+        """
+        wholes = [run.whole for run in one.runs if run.whole is not None]
+        if not one.reached or not wholes:
+            return 0.0
+        return math.log1p(statistics.fmean(wholes) / math.exp(self.mean(one)))
+
+    def floor(self, own: Candidate, other: Candidate) -> float:
+        """Return the difference above which the other is surely better, and enough to matter."""
+        return max(
+            self._worth, self.width(own, other, self._sure), self._misses.mean * self.loss(other)
+        )
 
     def near(self, one: Candidate, other: Candidate) -> float:
         """Return the difference up to which both count as equal: one standard error."""
