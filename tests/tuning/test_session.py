@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rankzero import Choice, Experiment, Goal, Integer, Train
+from rankzero import Choice, Experiment, Goal, Integer, Train, config
 from rankzero.errors import RunFailed, UserError
 from rankzero.tuning import members, next_trial
 from rankzero.tuning.next_trial import ended, guesses, upcoming
@@ -205,6 +205,16 @@ def test_trials_neither_keep_checkpoints_nor_train_beyond_the_target(search: Sea
             experiment.train.checkpoints.save_every == 0 and not experiment.train.mlflow.log_model
         )
         assert experiment.train.limits.stop_at_target and experiment.goal.target == 0.9
+
+
+def test_a_confirmation_knows_what_all_of_its_steps_cost(search: Searcher) -> None:
+    _, study, _, _ = search()
+    stored = study.facts["confirmations"]
+    assert stored and all(run["whole"] > run["value"] for run in stored if run["value"])
+    limited = config.override(Mine(), {"train.limits.max_minutes": 5.0})
+    _, study, _, _ = search(experiment=limited, name="limited")
+    stored = study.facts["confirmations"]
+    assert stored and all(run["whole"] is None for run in stored)
 
 
 def test_confirmations_use_new_seeds_interleaved(search: Searcher) -> None:

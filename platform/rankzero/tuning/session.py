@@ -457,7 +457,8 @@ class Session:
                 self._notify(f"{label} was lost with its host process: it is trained again")
                 return
             members.require_lead(self._study)
-            run = confirm.as_run(trial.number, seed, result, objective)
+            train = self._space.reference.train
+            run = confirm.as_run(trial.number, seed, result, objective, train)
             self._study.note(CONFIRMATIONS, [*self._confirmations(), dataclasses.asdict(run)])
             self._keep_time()
             value = "missed the quality" if run.value is None else objective.text(run.value)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rankzero.config import flatten
+from rankzero.experiment import Train
 from rankzero.tuning.next_trial import reference_trial
 from rankzero.tuning.objective import MEMORY, Objective
 from rankzero.tuning.space import BATCH_INDEX, DEVICES, FACTOR, PRECISION, SPEED, Space
@@ -55,7 +56,9 @@ def factor_to_lead(
     return max(CLEARLY_WORSE, best * (best / mean) ** seeds / first)
 
 
-def as_run(trial: int, seed: int, result: TrialResult, objective: Objective) -> ConfirmationRun:
+def as_run(
+    trial: int, seed: int, result: TrialResult, objective: Objective, train: Train
+) -> ConfirmationRun:
     """Return a training on a new seed as a confirmation. No value: it missed the quality."""
     curve = result.curve
     reached = result.state == "COMPLETE" and objective.gap(curve) <= 0
@@ -64,6 +67,8 @@ def as_run(trial: int, seed: int, result: TrialResult, objective: Objective) -> 
     if not reached and result.state != "FAIL" and not result.constraints.get(MEMORY):
         # The search stopped one that is PRUNED. A user's own training would go on to its end.
         lost = objective.cost(curve, is_whole=result.state == "PRUNED")
+    # Nobody knows which step would be its last.
+    ends_early = train.patience is not None or train.limits.max_minutes is not None
     return ConfirmationRun(
         trial=trial,
         seed=seed,
@@ -74,7 +79,7 @@ def as_run(trial: int, seed: int, result: TrialResult, objective: Objective) -> 
         joules=curve.joules,
         is_timed=objective.is_timed(curve),
         lost=lost,
-        whole=objective.cost(curve, is_whole=True),
+        whole=None if ends_early else objective.cost(curve, is_whole=True),
     )
 
 

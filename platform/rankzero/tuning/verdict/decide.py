@@ -9,8 +9,8 @@ as many seeds again.
 
 A training that misses the target is trained again. So it counts with the cost of the whole training
 and of one that reaches the target. A configuration that misses it on half of the seeds is out. The
-winner may miss it on other seeds, if it missed none here. So the gain is less, by what that costs
-at the share of misses among all runs.
+winner may miss it on other seeds, if it missed none here. So the stated gain is less, by what that
+costs at the share of misses among the challengers' runs. It never takes all of a sure gain.
 
 The sweet region is everything within one standard error of the best (Breiman's rule), or within
 3 %. The cheapest configuration of the region wins.
@@ -137,8 +137,7 @@ def decide(
     able = [one for one in challengers if one.costs]
     if not able and not reference.reached and objective != "quality":
         return _most_reliable(objective, reference, challengers)
-    sure, misses = 1 - 0.05 / LOOKS / max(1, len(able)), _share_of_misses([reference, *challengers])
-    scale = _Scale(objective, [reference, *able], sure, misses)
+    scale = _Scale(objective, [reference, *able], sure=1 - 0.05 / LOOKS / max(1, len(able)))
     better = [one for one in able if _beats(one, reference, scale, is_own_target)]
     is_tested = _is_tested(reference, is_own_target)
     rivals = better or [*able, *([reference] if is_tested else [])]
@@ -161,7 +160,8 @@ def decide(
     # On other numbers of devices, one may be slower because it was chosen for its cost.
     alike = [one for one in able if one.devices == nearest.devices]
     gain, low, high = (
-        _gain(objective, effect) for effect in scale.effect(reference, nearest, alike)
+        _gain(objective, effect)
+        for effect in scale.effect(reference, nearest, alike, _share_of_misses(able))
     )
     return dataclasses.replace(
         verdict, gain=gain, gain_low=low, gain_high=high, nearest=nearest.trial
@@ -249,7 +249,7 @@ def second_look(
         lucky = dataclasses.replace(one, runs=(*one.runs, *more))
         if lucky.costs:
             able.append((one, lucky))
-    scale = _Scale(objective, [reference, *(lucky for _, lucky in able)], 1.0, _share_of_misses([]))
+    scale = _Scale(objective, [reference, *(lucky for _, lucky in able)], sure=1.0)
     worth = scale.mean(reference) - _worth(objective)
     hopeful = sorted((one for one, _ in able if scale.mean(one) < worth), key=scale.mean)
     nearest = next((one for one in hopeful if one.reached), None)
@@ -265,10 +265,7 @@ def median(values: Sequence[float | None]) -> float:
 class _Scale:
     """Means and uncertainties of candidates, on the scale on which effects add up."""
 
-    def __init__(
-        self, objective: Name, candidates: Sequence[Candidate], sure: float, misses: _Share
-    ) -> None:
-        """`misses`: the share of other seeds on which a candidate misses the quality."""
+    def __init__(self, objective: Name, candidates: Sequence[Candidate], sure: float) -> None:
         self._scores = {
             one.trial: [_score(objective, value) for value in one.costs or one.values]
             for one in candidates
@@ -278,7 +275,7 @@ class _Scale:
         reached = [[_score(objective, value) for value in one.values] for one in candidates]
         self._deviation, self._freedom = pooled_deviation(reached)
         self._unreliable = {one.trial for one in candidates if one.costs and not one.reached}
-        self._worth, self._sure, self._misses = _worth(objective), sure, misses
+        self._worth, self._sure = _worth(objective), sure
 
     def mean(self, one: Candidate) -> float:
         return statistics.fmean(self._scores[one.trial]) if self._scores[one.trial] else math.inf
@@ -297,14 +294,21 @@ class _Scale:
         return middle + (1 - share) * (self.mean(one) - middle)
 
     def effect(
-        self, own: Candidate, other: Candidate, chosen_from: Sequence[Candidate]
+        self, own: Candidate, other: Candidate, chosen_from: Sequence[Candidate], misses: _Share
     ) -> tuple[float, float, float]:
-        """Return how much better the other one is, and the ends of the 95 % interval."""
-        most = self.mean(own) - self.shrunk(other, chosen_from)
-        width, share, loss = self.width(own, other, 0.975), self._misses, self.loss(other)
-        effect = most - share.mean * loss
-        low = effect - math.hypot(width, share.error * loss)
-        return effect, low, most + share.mean * self.loss(own) + width
+        """Return how much better the other one is, and the ends of the 95 % interval.
+
+        `misses`: the share of other seeds on which it misses the quality. It may take all of a
+        gain, but makes nothing worse than the reference: how many seeds miss is a guess.
+        """
+        most, width = (
+            self.mean(own) - self.shrunk(other, chosen_from),
+            self.width(own, other, 0.975),
+        )
+        loss = self.loss(other)
+        effect = max(most - misses.mean * loss, min(most, 0.0))
+        low = effect - math.hypot(width, misses.error * loss)
+        return effect, max(low, min(most - width, 0.0)), most + width
 
     def loss(self, one: Candidate) -> float:
         """Return what a miss on another seed adds to the score of one that missed none.
@@ -316,11 +320,9 @@ class _Scale:
             return 0.0
         return math.log1p(statistics.fmean(wholes) / math.exp(self.mean(one)))
 
-    def floor(self, own: Candidate, other: Candidate) -> float:
-        """Return the difference above which the other is surely better, and enough to matter."""
-        return max(
-            self._worth, self.width(own, other, self._sure), self._misses.mean * self.loss(other)
-        )
+    def floor(self, one: Candidate, other: Candidate) -> float:
+        """Return the difference above which one is surely better, and enough to matter."""
+        return max(self._worth, self.width(one, other, self._sure))
 
     def near(self, one: Candidate, other: Candidate) -> float:
         """Return the difference up to which both count as equal: one standard error."""
