@@ -46,6 +46,7 @@ from rankzero.tuning.session import Session
 from rankzero.tuning.space import PRECISION, Space, narrowed
 from rankzero.tuning.study import open_study
 from rankzero.tuning.verdict.confirm import NEW_SEED
+from rankzero.tuning.verdict.decide import Verdict
 
 GRID_SEEDS = 3  # seeds per cell of the grid, as in a confirmation
 # The seconds of a cell of the probe map with such short runs, by `rankzero probe`: see the README.
@@ -140,17 +141,23 @@ def space_of(table: Table) -> Space:
     )
 
 
-def ours(
+def ours(table: Table, number: int, **options: Any) -> list[Step]:
+    """Run the real search on the table, with a budget of a quarter of the grid's cost."""
+    return searched(table, number, budget(table), **options)[0]
+
+
+def searched(
     table: Table,
     number: int,
+    seconds: float,
     *,
     pruner: Pruner = "asha",
     probes: bool = True,
     confirm: bool = True,
     guesses: bool = True,
     sampler: Sampler = "tpe",
-) -> list[Step]:
-    """Run the real search on the table, with a budget of a quarter of the grid's cost."""
+) -> tuple[list[Step], Verdict, Key]:
+    """Run the real search on the table for so long. Return the verdict and its winner, too."""
     space = space_of(table)
     measured = probe_map(table, SEARCH_SEEDS[number % 2]) if probes else []
     if measured:
@@ -178,9 +185,7 @@ def ours(
                     (launcher.seconds, key_of(table, space, space.experiment(best.parameters)))
                 )
 
-        options = SearchOptions(
-            trials=None, minutes=budget(table) / 60, challengers=3 if confirm else 0
-        )
+        options = SearchOptions(trials=None, minutes=seconds / 60, challengers=3 if confirm else 0)
         # It has the methods of a launcher that the search calls.
         launchers: list[Any] = [launcher]
         session = Session(
@@ -188,11 +193,10 @@ def ours(
         )
         found = session.run(probe.guesses(space, measured) if guesses else [])
         chosen = next(trial for trial in study.trials() if trial.number == found.winner.trial)
+        key = key_of(table, space, space.experiment(chosen.parameters))
         if confirm:
-            steps.append(
-                (launcher.seconds, key_of(table, space, space.experiment(chosen.parameters)))
-            )
-    return steps
+            steps.append((launcher.seconds, key))
+    return steps, found, key
 
 
 @functools.cache
