@@ -38,7 +38,7 @@ class SlowDisk:
         self._is_slow = False
 
 
-@pytest.mark.parametrize(("moves", "least", "most"), [(True, 3, 5), (False, 1, 2)])
+@pytest.mark.parametrize(("moves", "least", "most"), [(True, 3, 9), (False, 1, 2)])
 def test_rank_beats_while_the_write_before_progresses(
     tmp_path: Path, moves: bool, least: int, most: int
 ) -> None:
