@@ -132,8 +132,7 @@ class SamplingThread:
             stopped = self._stop.wait(SAMPLE_SECONDS)
             samples.append(sampler.sample())
             _report(journal, sampler.notices[reported:])
-            reported = len(sampler.notices)
-            now = time.monotonic()
+            reported, now = len(sampler.notices), time.monotonic()
             if stopped or now - published >= interval - SAMPLE_SECONDS / 2:
                 if metrics := mean_of(samples):
                     journal(SystemSampled(time.time(), number, metrics))

@@ -50,10 +50,9 @@ def _write_image(
         digest = hashlib.sha256(key.encode()).hexdigest()[:8]
         key = f"{key.encode()[: _MAX_KEY_BYTES - 9].decode(errors='ignore')}-{digest}"
     name = f"{_PICTURES}~{key}+step+{step}+timestamp+{milliseconds}+{number}"
-    for below in ("images", _PICTURES):
+    for below, copy in (("images", name), (_PICTURES, key)):
         (folder / below).mkdir(exist_ok=True)
-    shutil.copyfile(path, folder / "images" / f"{name}.png")
-    shutil.copyfile(path, folder / _PICTURES / f"{key}.png")
+        shutil.copyfile(path, folder / below / f"{copy}.png")
     with Image.open(path) as image:
         smaller = image.convert("RGBA" if "A" in image.getbands() else "RGB")
     # MLflow's copy has 256 pixels, too few to read the text in these pictures.

@@ -92,8 +92,7 @@ class BatchLoader:
         samples = self.samples - (self.samples % world_size if lockstep else 0)
         keys = [(0, indices) for indices in shard(samples, batch_size, rank, world_size)]
         if self._tensors is not None:
-            sizes = [len(indices) for _, indices in keys]
-            return zip(self._gather(keys, self._tensors), sizes, strict=True)
+            return zip(self._gather(keys, self._tensors), (len(i) for _, i in keys), strict=True)
         # Keep the loader, so that its processes start once and not with every evaluation.
         if self._evaluation is None:
             maker = batch_maker(self._collate, self._seed, rank, training=False)
