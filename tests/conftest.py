@@ -31,8 +31,8 @@ MEMORY, ENOUGH_BYTES = Path("/dev/shm"), 4e9
 if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ENOUGH_BYTES:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
-# Three processes run tests on two cores. Threads of PyTorch would wait for each other there: with one
-# each, the suite takes a seventh less time. Set before anything imports PyTorch.
+# Three processes run tests on two cores, and PyTorch's threads would wait for each other there.
+# With one for each process, the suite takes a seventh less time. PyTorch reads this at its import.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A script's background jobs start with SIGINT ignored, jobs under nohup with SIGHUP ignored.
