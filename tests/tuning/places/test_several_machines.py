@@ -21,7 +21,7 @@ from rankzero.tuning.trials import describe
 from rankzero.tuning.trials.follower import run_alone
 from rankzero.tuning.trials.launcher import TrainLauncher
 from support import srun_of_two
-from support.commands import TINY, events, last_end
+from support.commands import TINY, events, last_end, wait_until
 from support.remote_trials import QUICK, assert_a_prune_stops_it, ended, launcher_for, run, started
 
 pytestmark = pytest.mark.timeout(300)
@@ -50,13 +50,15 @@ def test_machines_train_a_trial_together_and_stop_together(
     for name in ("first", "second"):
         assert run_alone(launcher, experiment, name).state == "COMPLETE"
         folder = run(launcher, name)
-        assert folder.system(0).exists() and folder.system(1).exists()
         begun = next(one for one in events(folder) if isinstance(one, RunStarted))
         assert begun.environment["rankzero.world_size"] == "2"
 
     assert_a_prune_stops_it(launcher, experiment)
 
     trial = started(launcher, experiment, "lost")
+    # The trials before may be too short for a sample.
+    samples = [run(launcher, "lost").system(number) for number in (0, 1)]
+    wait_until(lambda: trial.new_events() is not None and all(one.exists() for one in samples))
     assert host._process is not None
     processes = psutil.Process(host._process.pid).children(recursive=True)
     second = next(one for one in processes if "--number=1" in one.cmdline())
