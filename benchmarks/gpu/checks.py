@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import machine
-from harness import rankzero as rankzero_command
+from harness import machine, rankzero
 from pieces import device
 from torch import Tensor
 
-import rankzero
+from rankzero import track
 from rankzero.events import Noticed, RunEnded, StepsLogged, SystemSampled
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
@@ -55,9 +54,7 @@ def workload(name: str) -> str:
 def train(folder: Path, name: str, *words: object) -> RunFolder:
     """Train the workload `name` as a run of the same name. Raises RuntimeError if that fails."""
     run = RunFolder(folder / "mlruns" / "runs" / f"{name}-{time.monotonic_ns()}")
-    command = rankzero_command(
-        "train", workload(name), "--name", run.path.name, "--nproc", 1, *QUIET
-    )
+    command = rankzero("train", workload(name), "--name", run.path.name, "--nproc", 1, *QUIET)
     call(folder, [*command, *map(str, words)])
     ends = [event for event in read_all(run.events) if isinstance(event, RunEnded)]
     assert ends and ends[-1].status == "FINISHED", ends
@@ -165,7 +162,7 @@ def logged_streams(folder: Path) -> dict[str, Any]:
     """What an own loop computes on a stream of its own is logged, although it comes late."""
     need_gpu()
     side, steps = torch.cuda.Stream(), 300
-    tracked = rankzero.track("streams", name="streams", folder=folder, offline=True)
+    tracked = track("streams", name="streams", folder=folder, offline=True)
     with tracked as run, torch.cuda.stream(side):
         busy = torch.randn(4096, 4096, device="cuda")
         for step in range(1, steps + 1):
@@ -199,15 +196,15 @@ def generators(folder: Path) -> dict[str, Any]:
 
 def demonstration(folder: Path) -> dict[str, Any]:
     """README's experiment reaches its target, and `doctor` has nothing to fix."""
-    doctor = call(folder, rankzero_command("doctor"))
-    words = rankzero_command("train", DIGITS, "--nproc", 1, "--name", "digits")
+    doctor = call(folder, rankzero("doctor"))
+    words = rankzero("train", DIGITS, "--nproc", 1, "--name", "digits")
     return {"doctor": doctor, "train": call(folder, words)[-2500:]}
 
 
 def one_gpu_for_two(folder: Path) -> dict[str, Any]:
     """Two processes on one GPU are refused with one clear line."""
     need_gpu()
-    words = rankzero_command("train", DIGITS, "--nproc", torch.cuda.device_count() + 1)
+    words = rankzero("train", DIGITS, "--nproc", torch.cuda.device_count() + 1)
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "need" in done.stderr, done
     return {"said": done.stderr[-500:]}
@@ -217,7 +214,7 @@ def energy(folder: Path) -> dict[str, Any]:
     """A search for the least energy has the card's counter, and ends with a verdict."""
     need_gpu()
     words = ("--nproc", 1, "--trials", 3, "--seeds", 2, "--challengers", 1, "--no-probe")
-    said = call(folder, rankzero_command("search", DIGITS, *words, "--objective", "energy"))
+    said = call(folder, rankzero("search", DIGITS, *words, "--objective", "energy"))
     assert "confirm" in said, said
     return {"said": said[-2500:]}
 
@@ -227,9 +224,7 @@ def exact_resume(folder: Path) -> dict[str, Any]:
     words = ("train.steps=60", "train.checkpoints.save_every=20", "train.deterministic=true")
     whole = losses(train(folder, "ResNet18", *words))
     name = f"stopped-{time.monotonic_ns()}"
-    command = rankzero_command(
-        "train", workload("ResNet18"), "--name", name, "--nproc", 1, *QUIET, *words
-    )
+    command = rankzero("train", workload("ResNet18"), "--name", name, "--nproc", 1, *QUIET, *words)
     run = RunFolder(folder / "mlruns" / "runs" / name)
     with subprocess.Popen(
         command,
@@ -240,7 +235,7 @@ def exact_resume(folder: Path) -> dict[str, Any]:
         while not list(run.checkpoints.glob("*")) and process.poll() is None:
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
-    call(folder, rankzero_command("resume", name))
+    call(folder, rankzero("resume", name))
     other = losses(run)
     differing = [step for step, loss in whole.items() if other.get(step) != loss]
     assert not differing, f"steps {differing[:5]} differ"
@@ -305,7 +300,7 @@ def high(values: Sequence[float]) -> float:
 
 def probe(folder: Path) -> dict[str, Any]:
     """The probe map of batch sizes and precisions, with its limit of memory."""
-    said = call(folder, rankzero_command("probe", workload("ResNet18"), "--nproc", 1))
+    said = call(folder, rankzero("probe", workload("ResNet18"), "--nproc", 1))
     return {"output": said[-6000:]}
 
 

@@ -10,7 +10,7 @@ as many seeds again.
 A training that misses the target is trained again. So it counts with the cost of the whole training
 and of one that reaches the target. A configuration that misses it on half of the seeds is out. The
 winner may miss it on other seeds, if it missed none here. So the stated gain is less, by what that
-costs at the share of misses among the challengers' runs. It never takes all of a sure gain.
+costs at the share of misses among the challengers' runs, but never below 1x for a sure winner.
 
 The sweet region is everything within one standard error of the best (Breiman's rule), or within
 3 %. The cheapest configuration of the region wins.
@@ -301,11 +301,8 @@ class _Scale:
         `misses`: the share of other seeds on which it misses the quality. It may take all of a
         gain, but makes nothing worse than the reference: how many seeds miss is a guess.
         """
-        most, width = (
-            self.mean(own) - self.shrunk(other, chosen_from),
-            self.width(own, other, 0.975),
-        )
-        loss = self.loss(other)
+        most = self.mean(own) - self.shrunk(other, chosen_from)
+        width, loss = self.width(own, other, 0.975), self.loss(other)
         effect = max(most - misses.mean * loss, min(most, 0.0))
         low = effect - math.hypot(width, misses.error * loss)
         return effect, max(low, min(most - width, 0.0)), most + width
