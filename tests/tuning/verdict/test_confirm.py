@@ -8,7 +8,8 @@ import random
 import pytest
 
 from rankzero.tuning.verdict import confirm
-from rankzero.tuning.verdict.confirm import disturbed
+from rankzero.tuning.verdict.confirm import by_trial, disturbed
+from rankzero.tuning.verdict.decide import ConfirmationRun
 
 
 def rounds(
@@ -74,3 +75,9 @@ def test_a_trial_is_trained_on_while_its_mean_may_lead(
     first: float, mean: float, seeds: int, best: float | None, factor: float
 ) -> None:
     assert confirm.factor_to_lead(first, mean, seeds, best) == pytest.approx(factor)
+
+
+def test_confirmations_of_a_newer_version_are_read() -> None:
+    fields = {"trial": 3, "seed": 1000, "value": 2.0, "quality": 0.97, "samples_per_second": 90.0}
+    newer = by_trial([{**fields, "memory_bytes": None, "unheard_of": 1}])
+    assert newer == {3: [ConfirmationRun(3, 1000, 2.0, 0.97, 90.0, None)]}

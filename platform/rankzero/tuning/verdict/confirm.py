@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,8 +87,10 @@ def as_run(
 def by_trial(stored: Stored) -> dict[int, list[ConfirmationRun]]:
     """Return the stored confirmations by trial."""
     found: dict[int, list[ConfirmationRun]] = {}
+    known = {field.name for field in dataclasses.fields(ConfirmationRun)}
     for fields in stored:
-        run = ConfirmationRun(**fields)
+        # A newer version of RankZero may have stored more.
+        run = ConfirmationRun(**{name: value for name, value in fields.items() if name in known})
         found.setdefault(run.trial, []).append(run)
     return found
 

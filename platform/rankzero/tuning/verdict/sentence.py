@@ -51,7 +51,7 @@ def sentence(
     found = _performance(verdict.objective, winner, goal, target)
     if verdict.objective in TO_TARGET and reference.costs:
         found = found.replace(_quality(goal, target), "it")
-        saved = statistics.fmean(reference.costs) - statistics.fmean(winner.costs)
+        saved = statistics.fmean(reference.costs) * (1 - 1 / (verdict.gain or 1))
         if saved > 0 and verdict.objective == "time-to-target":
             took += f" and pays for itself after {math.ceil(search_seconds / saved):,} runs"
     if edges:
