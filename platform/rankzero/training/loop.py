@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rankzero.errors import NotFinite
 from rankzero.events import Event, Noticed
 from rankzero.training.checkpoints import carried_state
 from rankzero.training.checkpoints.writer import Checkpoints
+from rankzero.training.divergence import Divergence
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.metrics.reporter import Reporter
 from rankzero.training.metrics.throughput import RunTotals
@@ -39,6 +39,7 @@ def fit(
 
     actions = PeriodicActions(job, state, emit, stop, checkpoints, totals)
     reporter = Reporter(job, state, totals)
+    divergence = Divergence(job, state, notice)
     batches = job.train_loader.train_batches(
         job.batch_order, job.strategy.shard.rank, state.step, job.total_steps
     )
@@ -62,11 +63,7 @@ def fit(
         window, events = reporter.report(stop.code, actions_due=actions.are_due)
         for event in events:
             emit(event)
-        if not window.is_finite:
-            raise NotFinite(
-                f"train/loss is not finite at step {state.step}: "
-                "lower lr, set train.clip, or use bf16"
-            )
+        divergence.check(window)
         # Evaluation first, then the checkpoint, which carries the evaluation's metrics.
         stopped = actions.run(window.stop_code)
         reporter.start_window()

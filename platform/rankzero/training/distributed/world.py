@@ -73,7 +73,7 @@ class World:
         return gathered.view(self.size, -1).to(values.device)
 
     def all(self, answer: bool) -> bool:
-        """Return whether every rank's `answer` is true. Collective, for start-up only."""
+        """Return whether every rank's `answer` is true. Collective, not for each report."""
         answers = torch.tensor([answer], dtype=torch.int64, device=self.device)
         return int(self.sum(answers)) == self.size
 

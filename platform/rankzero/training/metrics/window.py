@@ -100,8 +100,7 @@ def reduce_window(
         steps=len(stacked[0]),
         tokens=sum(times[4::5]),
         quotients={name: value for name, value in finished.items() if value.dim() > 1},
-        # A training that diverges does not recover: once a weight is NaN, every later loss is. An
-        # earlier infinite loss alone may be harmless: fp16's loss scaler skips such a step.
+        # Once a weight is NaN, every later loss is. So an earlier loss alone shows nothing.
         is_finite="loss" not in summed or bool(summed["loss"][-1].isfinite().all()),
     )
 

@@ -1,0 +1,49 @@
+"""Decides whether a loss that is no finite number ends the training.
+
+A batch without a known target has the loss NaN and no gradients. fp16's loss scaler skips a step of
+which the loss is infinite. Both do no harm. A weight that is NaN makes every later loss NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from rankzero.errors import NotFinite
+from rankzero.training.job import State, TrainingContext
+from rankzero.training.metrics.window import WindowStats
+
+# A loss that is NaN in each step teaches nothing, and the scaler may skip steps for ever.
+_MOST_REPORTS = 20
+
+
+class Divergence:
+    """Follows the reports of one attempt. `notice` gets at most one text."""
+
+    def __init__(self, job: TrainingContext, state: State, notice: Callable[[str], None]) -> None:
+        self._world, self._state, self._notice = job.world, state, notice
+        self._reports = 0
+        self._is_told = False
+
+    def check(self, window: WindowStats) -> None:
+        """Raise NotFinite if the training has diverged. Collective if the loss is not finite."""
+        if window.is_finite:
+            self._reports = 0
+            return
+        self._reports += 1
+        found = f"train/loss is not finite at step {self._state.step}"
+        is_sound = self._world.all(_is_finite(self._state.model))
+        if not is_sound or self._reports >= _MOST_REPORTS:
+            again = f" and in {self._reports} reports in a row" if is_sound else ""
+            raise NotFinite(f"{found}{again}: lower lr, set train.clip, or use bf16")
+        if not self._is_told:
+            self._notice(f"{found}, but every weight is: the training continues")
+            self._is_told = True
+
+
+def _is_finite(model: nn.Module) -> bool:
+    """Return whether this rank's part of every weight is finite."""
+    # A buffer may be infinite on purpose, such as the mask of an attention.
+    local = (one.to_local() if hasattr(one, "to_local") else one for one in model.parameters())
+    return all(bool(one.isfinite().all()) for one in local if one.requires_grad)

@@ -1,0 +1,51 @@
+"""A loss that is no finite number: it ends the run if a weight is none either, or if it stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rankzero.errors import NotFinite
+from rankzero.events import Noticed
+from support.training import Trainer, tiny
+
+
+class Gaps(type(tiny())):  # type: ignore[misc]
+    """Some steps know no target, as `loss[known].mean()` of a batch from a power cut."""
+
+    unknown: tuple[int, ...] = ()
+    infinite: bool = False
+
+    def measure(self, model: Any, batch: Any, at: Any) -> Any:
+        measured = super().measure(model, batch)
+        if at.training and at.step in self.unknown:
+            logits = model(batch[0])
+            nothing = logits[logits.isnan()]
+            # A mean of nothing has gradients of 0.
+            measured["loss"] = logits.sum() / 0 if self.infinite else nothing.square().mean()
+        return measured
+
+
+def gaps(*unknown: int, **changes: Any) -> Any:
+    given = vars(tiny(train__steps=40, train__log_every=1)) | changes
+    return Gaps(**given | {"unknown": unknown})
+
+
+def test_a_loss_that_is_nan_in_some_steps_is_told_once(train: Trainer) -> None:
+    trained = train(gaps(4, *range(10, 29)))
+    texts = [event.text for event in trained.events if isinstance(event, Noticed)]
+    assert texts == [
+        "train/loss is not finite at step 5, but every weight is: the training continues"
+    ]
+    assert trained.state.step == 40
+
+
+def test_a_loss_that_stays_nan_ends_the_run(train: Trainer) -> None:
+    with pytest.raises(NotFinite, match="step 30 and in 20 reports in a row: lower lr"):
+        train(gaps(*range(10, 40)))
+
+
+def test_a_weight_that_is_not_finite_ends_the_run_at_once(train: Trainer) -> None:
+    with pytest.raises(NotFinite, match="train/loss is not finite at step 5: lower lr"):
+        train(gaps(4, infinite=True))
