@@ -116,3 +116,39 @@ def test_watching_holds_no_batch(train: Trainer, tmp_path: Path) -> None:
     while next(watched, None) is not None:
         pass
     assert len(alive) == 5
+
+
+class Teaching(TINY):  # type: ignore[misc]
+    """Moves a teacher as `how` says."""
+
+    how: str = "nothing"
+
+    def helpers(self) -> Mapping[str, nn.Module]:
+        return {"teacher": self.model()}
+
+    def measure(self, model: Any, batch: Any, at: Any) -> Mapping[str, Any]:
+        pairs = zip(at.helpers["teacher"].parameters(), model.parameters(), strict=True)
+        for mine, other in pairs if at.training else ():
+            if self.how == "data":
+                mine.data.mul_(0.9).add_(0.1 * other.data)
+            elif self.how == "in place":
+                with torch.no_grad():
+                    mine.lerp_(other, 0.1)
+        measured: Mapping[str, Any] = super().measure(model, batch)
+        return measured
+
+
+@pytest.mark.parametrize(("how", "is_named"), [("in place", 1), ("data", 1), ("nothing", 0)])
+@pytest.mark.parametrize("micro_batch", [32, 8])
+def test_a_helper_that_measure_changes_is_named_in_the_first_attempt(
+    train: Trainer, how: str, is_named: int, micro_batch: int
+) -> None:
+    settings = vars(tiny(train__steps=3, train__micro_batch=micro_batch))
+    trained = train(Teaching(**{**settings, "how": how}))
+    texts = [event.text for event in trained.events if isinstance(event, Noticed)]
+    assert len(texts) == is_named
+    assert all(
+        "helpers()['teacher'] is changed by measure()" in text
+        and "belongs into the model, with requires_grad_(False)" in text
+        for text in texts
+    )

@@ -1,12 +1,13 @@
-"""Finds what a model carries from batch to batch outside of checkpoints, such as an LSTM's state.
+"""Finds what a training carries from batch to batch outside of checkpoints: an LSTM's state.
 
-A resume within an epoch begins without it, so it is not exact, and nothing else would show that.
+A resume within an epoch begins without it, so it is not exact, and nothing else would show that. A
+helper that `measure` changes is lost in each resume, so every attempt looks for one.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,34 +17,45 @@ from rankzero.training.job import State, TrainingContext
 
 # Checkpoints have the first three. `LightningSteps` clears the last one before each batch.
 _HARMLESS = ("_parameters", "_buffers", "_modules", "_logged")
-_Seen = dict[str, list[tuple[Tensor, int]]]
-"""By attribute, its tensors and how often each was written to."""
+_CARRIED = (
+    "changes with each batch, and no checkpoint has it for every rank: if the next batch depends "
+    "on it, this resume within an epoch is not exact; see 'What does not fit' in "
+    "docs/experiments.md"
+)
+_HELPER = (
+    "is changed by measure(), and no checkpoint has it: a resume begins with its first weights; a "
+    "network that measure() changes belongs into the model, with requires_grad_(False)"
+)
+_Seen = dict[str, list[tuple[Tensor, Any]]]
+"""By attribute, its tensors, and for each a value that changes when it is written to."""
 
 
 def watch(
     batches: Iterator[Any], job: TrainingContext, state: State, notice: Callable[[str], None]
 ) -> Iterator[Any]:
-    """Return `batches`. After a resume within an epoch, `notice` names what the model carries."""
-    if not state.step % job.batch_order.steps_per_epoch:
-        return batches
-    return _watched(batches, lambda: _tensors(job, state.model), notice)
+    """Return `batches`. `notice` names what a resume does not bring back, after two steps."""
+    is_within = state.step % job.batch_order.steps_per_epoch > 0
+    looks = [(lambda: _helpers(job), _HELPER)] if job.helpers else []
+    looks += [(lambda: _tensors(job, state.model), _CARRIED)] if is_within else []
+    return _watched(batches, job.batch_order.accumulation, looks, notice) if looks else batches
 
 
 def _watched(
-    batches: Iterator[Any], look: Callable[[], _Seen], notice: Callable[[str], None]
+    batches: Iterator[Any],
+    of_a_step: int,
+    looks: Sequence[tuple[Callable[[], _Seen], str]],
+    notice: Callable[[str], None],
 ) -> Iterator[Any]:
-    # A tensor that is made once, such as a table of positions, exists after the first batch.
+    # A tensor that is made once, such as a table of positions, exists after the first step.
     # No name here holds a batch, which would stay in memory while the next one is copied.
-    yield from itertools.islice(batches, 1)
-    seen = [look()]
-    yield from itertools.islice(batches, 1)
-    names = _changed(seen.pop(), look())
-    if names:
-        notice(
-            f"{', '.join(names)} changes with each batch, and no checkpoint has it for "
-            "every rank: if the next batch depends on it, this resume within an epoch is "
-            "not exact; see 'What does not fit' in docs/experiments.md"
-        )
+    yield from itertools.islice(batches, of_a_step)
+    before = [look() for look, _ in looks]
+    yield from itertools.islice(batches, of_a_step)
+    for (look, text), seen in zip(looks, before, strict=True):
+        names = _changed(seen, look())
+        if names:
+            notice(f"{', '.join(names)} {text}")
+    before.clear()
     yield from batches
 
 
@@ -72,9 +84,26 @@ def _tensors(job: TrainingContext, model: nn.Module) -> _Seen:
             leaves = () if name in _HARMLESS else pytree.tree_leaves(value)
             tensors = [one for one in leaves if isinstance(one, Tensor) and not one.requires_grad]
             if tensors:
-                found[f"{holder}.{name}"] = [
-                    # A tensor of `torch.inference_mode` does not count its changes.
-                    (one, 0 if one.is_inference() else one._version)
-                    for one in tensors
-                ]
+                found[f"{holder}.{name}"] = [(one, _version(one)) for one in tensors]
     return found
+
+
+def _helpers(job: TrainingContext) -> _Seen:
+    """Return the helpers' tensors."""
+    return {
+        f"helpers()[{name!r}]": [
+            (one, _written(one)) for one in (*helper.parameters(), *helper.buffers())
+        ]
+        for name, helper in job.helpers.items()
+    }
+
+
+def _written(tensor: Tensor) -> tuple[int, str]:
+    # A write through `.data`, as in MoCo and DINO, counts as none. So compare values, too.
+    corner = tensor[(0,) * (tensor.dim() - 1)] if tensor.numel() else tensor
+    return _version(tensor), str(corner.flatten()[:8].tolist())
+
+
+def _version(tensor: Tensor) -> int:
+    # A tensor of `torch.inference_mode` does not count its changes.
+    return 0 if tensor.is_inference() else tensor._version
