@@ -109,7 +109,7 @@ def _evaluate(
             if values is not None:
                 totals.add(values, samples)
                 captured(batch, samples)
-                job.mean_check.keep(batch, samples)
+                job.mean_check.keep(batch, samples, values.values())
     job.mean_check.run(lambda part: strategy.forward_metrics(micro_step, part), model)
     return totals.reduce()
 

@@ -88,6 +88,32 @@ def test_batch_of_one_sample_is_not_kept() -> None:
     assert len(notices) == 1
 
 
+@pytest.mark.parametrize(
+    ("batch", "value", "says"),
+    [
+        ([torch.ones(5, 2), torch.ones(5)], torch.tensor(1.0), "5 rows for 7 samples"),
+        ([torch.ones(5, 2), torch.ones(5)], torch.ones(2), None),
+        ([torch.ones(14, 2), torch.ones(14)], torch.tensor(1.0), None),
+        ([torch.ones(5, 7), torch.ones(5, 7)], torch.tensor(1.0), None),
+        ([torch.ones(5, 2), torch.ones(7)], torch.tensor(1.0), None),
+        (["no tensor"], torch.tensor(1.0), None),
+    ],
+    ids=["dropped", "a Ratio", "two views", "time first", "other tensors", "no tensors"],
+)
+def test_means_over_other_rows_than_the_samples_are_noticed_once(
+    batch: Any, value: Tensor, says: str | None
+) -> None:
+    notices: list[str] = []
+    check = MeanCheck(CPU, "fp32", notices.append)
+    check.keep(torch.ones(7), 7, [value])  # the first batch drops nothing
+    check.keep(batch, 7, [value])
+    check.keep(batch, 7, [value])
+    assert len(notices) == (says is not None)
+    assert all(
+        f"collate() returned {says}" in text and "return a Ratio" in text for text in notices
+    )
+
+
 class Remembering(nn.Module):
     """Changes in evaluation, too."""
 

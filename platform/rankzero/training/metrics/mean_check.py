@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,11 +35,26 @@ class MeanCheck:
         self._device, self._tolerance = device or torch.device("cpu"), _TOLERANCES[precision]
         self._notice = notice
         self._kept: tuple[Any, int] | None = None
+        self._is_told = False
 
-    def keep(self, batch: Any, samples: int) -> None:
-        """Keep the first batch that has halves."""
-        if self._notice is not None and self._kept is None and samples > 1:
+    def keep(self, batch: Any, samples: int, values: Collection[Any] = ()) -> None:
+        """Keep the first batch that has halves. Tell if `values` has a mean over other rows."""
+        if self._notice is None or not samples:
+            return
+        if self._kept is None and samples > 1:
             self._kept = batch, samples
+        if self._is_told or not any(isinstance(one, Tensor) and not one.dim() for one in values):
+            return
+        shapes: list[torch.Size] = []
+        map_tensors(batch, lambda tensor: shapes.append(tensor.shape))
+        rows = _other_rows(shapes, samples)
+        if rows is not None:
+            self._notice(
+                f"collate() returned {rows} rows for {samples} samples: a mean that measure() "
+                f"returns counts as one over {samples}, so val/ is wrong; return a Ratio, or keep "
+                "every sample"
+            )
+            self._is_told = True
 
     def run(self, measure: Measured, model: nn.Module) -> None:
         """Check the batch that was kept, once.
@@ -99,6 +114,16 @@ class MeanCheck:
             for name in names:
                 means[name] += values[name].item() * len(half) / samples
         return means
+
+
+def _other_rows(shapes: Sequence[torch.Size], samples: int) -> int | None:
+    """Return the rows that all of a batch's tensors have, if they are not its samples."""
+    rows = {shape[0] if shape else samples for shape in shapes}
+    # Two views of each sample keep the mean as it is. Some batches have the time first.
+    if len(rows) != 1 or any(samples in shape[:2] for shape in shapes):
+        return None
+    (found,) = rows
+    return found if found % samples else None
 
 
 @contextlib.contextmanager
