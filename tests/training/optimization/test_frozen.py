@@ -16,7 +16,7 @@ from rankzero.ranks import Ranks
 from rankzero.training.build import build
 from rankzero.training.distributed.world import World
 from rankzero.training_position import Progress
-from support.training import Trained, Trainer, weights
+from support.training import Trained, Trainer, tiny, weights
 from support.two_ranks import STAGED, layered
 
 STEPS_OF_AN_EPOCH = 6
@@ -134,3 +134,18 @@ def test_a_helper_that_is_no_module_is_refused() -> None:
 
     with pytest.raises(UserError, match="'teacher' is a type"):
         build(Wrong(**vars(staged())), World(Ranks(), torch.device("cpu")))
+
+
+def test_a_program_of_torch_export_may_be_a_helper(train: Trainer) -> None:
+    class Taught(type(tiny())):  # type: ignore[misc]
+        def helpers(self) -> dict[str, nn.Module]:
+            x = torch.zeros(32, 8)
+            return {"teacher": torch.export.export(self.model().eval(), (x,)).module()}
+
+        def measure(self, model: Any, batch: Any, at: Any) -> Any:
+            measured = super().measure(model, batch)
+            return measured | {"taught": at.helpers["teacher"](batch[0][:1].expand(32, -1)).mean()}
+
+    trained = train(Taught(**vars(tiny(train__steps=2))))
+    assert trained.state.step == 2
+    assert not any(one.requires_grad for one in trained.job.helpers["teacher"].parameters())

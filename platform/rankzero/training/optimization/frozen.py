@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -23,7 +24,10 @@ def helpers(experiment: Experiment, device: torch.device) -> Mapping[str, nn.Mod
                 f"helpers() must return {{name: torch.nn.Module}}, but {name!r} is a "
                 f"{type(module).__name__}"
             )
-        module.to(device).eval().requires_grad_(False)
+        module.to(device).requires_grad_(False)
+        # A program of torch.export, as MLflow loads a logged model, has one mode and refuses this.
+        with contextlib.suppress(NotImplementedError):
+            module.eval()
     return MappingProxyType(found)
 
 
