@@ -45,6 +45,16 @@ def test_a_summary_has_the_status_and_the_newest_values(tmp_path: Path) -> None:
     assert lookup.listed(tmp_path / "runs")[0].status == "DIED"
 
 
+def test_figures_of_two_attempts_do_not_mix(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    speed, interval = "samples_per_second", "samples_per_second_half_width"
+    append(folder, started(), ended("FAILED", metrics={speed: 9.0, interval: 1.0}))
+    append(folder, started(2, step=20), ended("KILLED"))
+    assert summary.read_summary(folder).details().metrics[f"whole_run/{interval}"] == 1.0
+    append(folder, started(3, step=20), ended(metrics={speed: 7.0}))
+    assert summary.read_summary(folder).details().metrics == {f"whole_run/{speed}": 7.0}
+
+
 def test_an_attempt_that_only_evaluated_leaves_the_run_its_speed(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     append(

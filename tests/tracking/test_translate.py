@@ -193,6 +193,18 @@ def test_the_end_sends_the_figures_that_have_no_curve() -> None:
     assert isinstance(found[-1], RunEnded)
 
 
+def test_a_short_attempt_takes_back_the_interval_of_an_earlier_speed() -> None:
+    speed, interval = "samples_per_second", "samples_per_second_half_width"
+    _, state = translate([started()], DeliveryState())
+    _, state = ending(ended("FAILED", metrics={speed: 9.0, interval: 1.0}), state)
+    _, state = translate([started(2)], state)
+    assert not points(ending(ended("FAILED"), state)[0]), "this attempt measured nothing"
+    first, second = points(ending(ended(metrics={speed: 7.0}), state)[0])
+    assert (first.key, first.value, first.step) == (f"whole_run/{speed}", 7.0, 1)
+    assert (second.key, second.step) == (f"whole_run/{interval}", 1)
+    assert math.isnan(second.value)
+
+
 def test_the_state_that_is_given_stays_as_it_is() -> None:
     events = [started(), evaluated(10, 0.5), steps(1, 3), ended()]
     _, before = translate(events, DeliveryState())

@@ -27,6 +27,7 @@ STARTING_SECONDS = 120.0
 _TAIL_BYTES, _MAX_TAIL_BYTES = 1 << 12, 1 << 20
 # The tag with the digest of the training data.
 _TRAINING_DATA = "rankzero.data.training"
+_WHOLE = f"{WHOLE_RUN}/"
 # Metrics that the loop logs with each report, besides those of `measure`.
 _LOOP_METRICS = 4
 
@@ -277,8 +278,11 @@ def _newest_values(events: Iterable[Event]) -> dict[str, float]:
         elif isinstance(event, Evaluated):
             found |= event.metrics
         elif isinstance(event, RunEnded):
+            if any("/" not in key for key in event.metrics):
+                # An attempt leaves out what it did not measure. Figures of two do not mix.
+                found = {key: one for key, one in found.items() if not key.startswith(_WHOLE)}
             for key, value in event.metrics.items():
-                found[key if "/" in key else f"{WHOLE_RUN}/{key}"] = value
+                found[key if "/" in key else _WHOLE + key] = value
     return numbers(found)
 
 

@@ -39,6 +39,7 @@ from rankzero.run_store.provenance import tags_for_mlflow, tags_of_user
 Row = tuple[str, object, object, object]  # key, step, time, value, as the journal has them
 
 _STEPS_REMEMBERED = 1000
+_SPEED, _INTERVAL = "samples_per_second", "samples_per_second_half_width"
 
 
 def translate(
@@ -249,14 +250,19 @@ class _Draft:
 
         A metric that has a curve needs no second last point.
         """
+        # The step is the attempt's. MLflow shows a single point at step 0 as a bar, which
+        # compares runs, and a later attempt's point follows it.
+        attempt = max(0, self._curves.attempt - 1)
         for key, value in event.metrics.items():
             if "/" not in key:
-                # The step is the attempt's. MLflow shows a single point at step 0 as a bar, which
-                # compares runs, and a later attempt's point follows it.
-                attempt = max(0, self._curves.attempt - 1)
                 yield f"{WHOLE_RUN}/{key}", attempt, event.time, _rounded(value)
             elif self._name(key) not in self._marks:
                 yield key, 0, event.time, value
+        # A short attempt has no interval. That of an earlier one does not fit its speed.
+        stale = f"{WHOLE_RUN}/{_INTERVAL}"
+        is_short = _SPEED in event.metrics and _INTERVAL not in event.metrics
+        if is_short and stale in self._marks:
+            yield stale, attempt, event.time, math.nan
 
     def _evaluation(self, event: Evaluated) -> list[MetricPoint]:
         milliseconds = scalars.milliseconds(event.time)
