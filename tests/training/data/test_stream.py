@@ -135,6 +135,33 @@ def test_a_stream_that_divides_itself_is_left_alone() -> None:
         assert len({row[1] for row in found}) == 48
 
 
+class Sized:
+    """Says that it has `length` samples."""
+
+    def __init__(self, read: range, length: int) -> None:
+        self.read, self.length = read, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.read)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_divides_itself_silently_is_refused(workers: int) -> None:
+    says = r"63 samples, and an epoch had 31 on a rank.*set divided = True"
+    with pytest.raises((UserError, DescribedError), match=says):
+        list(batches(loader_of(Sized(range(1, 63, 2), 63), workers), 1, 2, 10))
+    with pytest.raises((UserError, DescribedError), match=says):
+        list(loader_of(Sized(range(1, 63, 2), 63), workers).eval_batches(4, 1, 2))
+
+
+@pytest.mark.parametrize(("read", "length", "ranks"), [(48, 48, 2), (40, 48, 2), (24, 48, 1)])
+def test_a_stream_of_about_its_length_is_read(read: int, length: int, ranks: int) -> None:
+    assert len(list(batches(loader_of(Sized(range(read), length)), 0, ranks, 10))) == 10
+
+
 def test_any_object_that_can_only_be_iterated_is_a_stream() -> None:
     class Plain:
         def __iter__(self) -> Iterator[int]:

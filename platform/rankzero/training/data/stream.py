@@ -259,12 +259,12 @@ class _Part(IterableDataset[Any]):
         if _is_hugging_face(stream):
             stream = _own_shards(stream, self.maker.rank, self.ranks, worker, workers)
             divides_itself = True
-        part, parts, salt = number, self.ranks * workers, 0
+        part, parts, salt, ranks = number, self.ranks * workers, 0, self.ranks
         if divides_itself:
-            part, parts, salt = 0, 1, number + 1
+            part, parts, salt, ranks = 0, 1, number + 1, 1
         maker = dataclasses.replace(self.maker, rank=number)
         place, is_endless = self.places[worker] if self.places else Place(), bool(self.places)
-        reader = _Reader(stream, maker, part, parts, salt, place, is_endless)
+        reader = _Reader(stream, maker, part, parts, salt, place, is_endless, ranks)
         # The batches come from one process after the other. These were read in the last attempt.
         if worker < self.read % workers:
             yield None
@@ -292,6 +292,8 @@ class _Reader:
     place: Place
     """After the last batch."""
     is_endless: bool
+    ranks: int
+    """Among which the parts are divided here; 1 if the stream divides itself."""
 
     def __post_init__(self) -> None:
         self._epoch, self._position = self.place.epoch, self.place.position
@@ -338,6 +340,7 @@ class _Reader:
                 if mine:
                     kept += 1
                     yield sample
+            self._refuse_a_share()
             if not self.is_endless:
                 return
             if not kept:
@@ -347,6 +350,17 @@ class _Reader:
                     "begin again at each call"
                 )
             self._epoch, self._position, kept = self._epoch + 1, 0, 0
+
+    def _refuse_a_share(self) -> None:
+        """Raise UserError if the first epoch was a rank's share, which is divided again here."""
+        length, read = length_of(self.stream), self._position
+        is_share = read < length and abs(read * self.ranks - length) <= self.parts
+        if self.ranks > 1 and not self._epoch and is_share:
+            raise UserError(
+                f"the stream says that it has {length} samples, and an epoch had {read} on a rank: "
+                "it divides itself among the ranks, and RankZero divides it, too; set divided = "
+                "True on it, or let every rank read all samples"
+            )
 
     def _seed(self) -> None:
         # All of them: a stream cannot be read again, so nobody can learn which ones it uses.
