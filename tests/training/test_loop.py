@@ -283,6 +283,36 @@ def test_a_goal_that_is_not_measured_is_refused(train: Trainer) -> None:
         train(tiny(goal__metric="val/f1", train__steps=2))
 
 
+class Sampled(type(tiny())):  # type: ignore[misc]
+    """Draws its batches while they are read: from `random`, or from a generator of its own."""
+
+    own: bool = False
+
+    def batches(self, data: Any, epoch: int, generator: Any) -> Any:
+        draw = random.Random().sample if self.own else random.sample
+        return (draw(range(len(data)), 32) for _ in range(6))
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("stop_at", [6, 8])  # of six steps an epoch
+def test_a_resume_names_batches_that_are_others_than_before(
+    train: Trainer, tmp_path: Path, own: bool, stop_at: int
+) -> None:
+    experiment = Sampled(**{**vars(tiny(train__steps=12, train__log_every=1)), "own": own})
+    straight = train(experiment, tmp_path / "straight")
+    stopped = train(experiment, tmp_path / "parts", stop_at=stop_at)
+    job, state = build(experiment, stopped.job.world)
+    notices: list[str] = []
+    restore.newest(tmp_path / "parts" / "checkpoints", job, state, notices.append)
+    if own:
+        assert len(notices) == 1 and "batches() returned other lists than before" in notices[0]
+        return
+    assert not notices
+    again = train(experiment, tmp_path / "parts")
+    for one, other in zip(weights(straight), weights(again), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_another_batch_size_cannot_resume(train: Trainer) -> None:
     train(tiny(train__steps=5))
     with pytest.raises(UserError, match="start a new run"):

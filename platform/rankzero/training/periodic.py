@@ -223,6 +223,7 @@ def state_dict(job: TrainingContext, state: State) -> dict[str, Any]:
         "seed": job.batch_order.seed,
         "samples": job.batch_order.samples,
         "lists": job.batch_order.list_count,
+        "fingerprint": job.batch_order.lists_before(state.step),
         "rest": job.batch_order.rest,
         "streams": stream.states(job.train_loader, job.world),
     }

@@ -26,6 +26,7 @@ class Remembering(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.layer, self.memory = kind, nn.Linear(8, 2), torch.zeros(())
+        self.calls, self.odd = 0, float("nan")
         self.register_buffer("mean", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,6 +41,8 @@ class Remembering(nn.Module):
             self.memory = y.sum()
         if self.kind == "replaced":
             self.memory = x.mean()
+        if self.kind == "counted":
+            self.calls += 1
         if self.kind == "written":
             self.memory.add_(x.mean())
         return y
@@ -80,6 +83,7 @@ def resumed(train: Trainer, folder: Path, kind: str, stop_at: int) -> list[str]:
     [
         ("replaced", "model.memory"),
         ("written", "model.memory"),
+        ("counted", "model.calls"),
         ("kept by the experiment", "experiment.hidden"),
     ],
 )

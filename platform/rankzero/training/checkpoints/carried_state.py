@@ -26,8 +26,9 @@ _HELPER = (
     "is changed by measure(), and no checkpoint has it: a resume begins with its first weights; a "
     "network that measure() changes belongs into the model, with requires_grad_(False)"
 )
-_Seen = dict[str, list[tuple[Tensor, Any]]]
-"""By attribute, its tensors, and for each a value that changes when it is written to."""
+_Seen = dict[str, list[tuple[Tensor | None, Any]]]
+"""By attribute, its tensors, and for each a value that changes when it is written to. Numbers are
+such values alone."""
 
 
 def watch(
@@ -36,7 +37,7 @@ def watch(
     """Return `batches`. `notice` names what a resume does not bring back, after two steps."""
     is_within = state.step % job.batch_order.steps_per_epoch > 0
     looks = [(lambda: _helpers(job), _HELPER)] if job.helpers else []
-    looks += [(lambda: _tensors(job, state.model), _CARRIED)] if is_within else []
+    looks += [(lambda: _attributes(job, state.model), _CARRIED)] if is_within else []
     return _watched(batches, job.batch_order.accumulation, looks, notice) if looks else batches
 
 
@@ -68,10 +69,15 @@ def _changed(before: _Seen, now: _Seen) -> list[str]:
     return found
 
 
-def _tensors(job: TrainingContext, model: nn.Module) -> _Seen:
-    """Return the tensors that the experiment and the modules have as plain attributes.
+def _is_carried(leaf: Any) -> bool:
+    # A tensor with a gradient is a result of a step.
+    return isinstance(leaf, Tensor) and not leaf.requires_grad
 
-    Tensors with a gradient are results of a step. A process alone saves what `get_extra_state` has.
+
+def _attributes(job: TrainingContext, model: nn.Module) -> _Seen:
+    """Return the tensors and numbers that the experiment and the modules have as plain attributes.
+
+    A process alone saves what `get_extra_state` has.
     """
     holders: dict[str, Any] = {"experiment": job.experiment, "model": model}
     holders |= {f"model.{name}": module for name, module in model.named_modules() if name}
@@ -82,9 +88,13 @@ def _tensors(job: TrainingContext, model: nn.Module) -> _Seen:
             continue
         for name, value in vars(owner).items():
             leaves = () if name in _HARMLESS else pytree.tree_leaves(value)
-            tensors = [one for one in leaves if isinstance(one, Tensor) and not one.requires_grad]
-            if tensors:
-                found[f"{holder}.{name}"] = [(one, _version(one)) for one in tensors]
+            seen = [(one, _version(one)) for one in leaves if _is_carried(one)]
+            # PyTorch's own modules, such as its DDP, count batches for themselves.
+            is_own = not type(owner).__module__.startswith("torch.")
+            # As text, a NaN equals itself.
+            numbers = [repr(one) for one in leaves if isinstance(one, (int, float)) and is_own]
+            if seen or numbers:
+                found[f"{holder}.{name}"] = [*seen, *((None, number) for number in numbers)]
     return found
 
 

@@ -123,6 +123,13 @@ def _continue_from(
         yield f"{name} has no averaged weights: the average of train.ema starts there"
     if state.average is None and "ema" in saved:
         yield f"the averaged weights of {name} are dropped, because train.ema is not set"
+    lists = job.batch_order.lists_before(state.step)
+    # Older checkpoints have no "fingerprint".
+    if saved.get("fingerprint", lists) != lists:
+        yield (
+            "this resume is not exact: batches() returned other lists than before for the same "
+            "epoch: let it depend only on its arguments, and draw from the generator"
+        )
     if isinstance(job.train_loader, StreamLoader):
         streams, same_layout = saved.get("streams", []), saved.get("layout") == _layout(job)
         rank = job.world.ranks.rank

@@ -62,6 +62,12 @@ class BatchOrder:
         """Lists that the experiment chooses in an epoch; 0 where it chooses none."""
         return self.steps_per_epoch if self.lists else 0
 
+    def lists_before(self, step: int) -> list[int]:
+        """Return the `fingerprint` of the lists of a finished step's epoch; empty without lists."""
+        if self.lists is None:
+            return []
+        return fingerprint(self.lists(max(0, step - 1) // self.steps_per_epoch)).tolist()
+
     @property
     def mean_batch_size(self) -> float:
         """Samples of a step, over all ranks: the mean of the first epoch."""

@@ -62,7 +62,9 @@ def chosen_by(experiment: Experiment, dataset: Any) -> Choose | None:
         # The model draws from the global generators, so their state must not depend on the order.
         with preserved_rng():
             seed_all(generator.initial_seed())
-            return experiment.batches(dataset, epoch, generator)
+            chosen = experiment.batches(dataset, epoch, generator)
+            # A sampler draws while it is read.
+            return chosen if chosen is None else list(chosen)
 
     return choose
 
