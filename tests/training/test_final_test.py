@@ -56,6 +56,19 @@ def evaluated(trained: Trained, folder: Path, notices: list[str]) -> Evaluated:
     )
 
 
+def test_a_goal_that_was_never_a_number_lacks_no_checkpoint(train: Trainer, tmp_path: Path) -> None:
+    class Constant(HeldOut):
+        def measure(self, model: Any, batch: Any) -> Any:
+            r2 = torch.tensor(0.0 if model.training else torch.nan)
+            return {**super().measure(model, batch), "r2": r2}
+
+    settings = {"train.steps": 4, "train.eval_every": 2, "goal.metric": "val/r2"}
+    trained = train(override(Constant(), settings))
+    notices: list[str] = []
+    found = evaluated(trained, tmp_path / "checkpoints", notices)
+    assert (found.step, notices) == (4, [])
+
+
 @pytest.mark.parametrize("ema", [None, 0.5])
 def test_the_best_checkpoint_is_tested_and_nothing_changes(
     train: Trainer, tmp_path: Path, ema: float | None

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rankzero.launch.request import JobRequest
 from rankzero.ranks import Ranks
-from rankzero.run_store.folder import Identity
-from rankzero.training import worker
+from rankzero.run_store.folder import Identity, RunFolder
+from rankzero.training import improvement, worker
 from rankzero.training.build import build
 from rankzero.training.distributed.world import World
+from rankzero.training.stop import StopCode
 from support.paths import FIXTURES
 from support.two_ranks import layered
 
@@ -48,6 +51,16 @@ def test_a_stream_without_a_length_gives_notice_that_it_has_one_epoch() -> None:
         data = {"training": job.train_loader.dataset}
         found = list(worker._notices(request({}), job, state, data))
         assert len(found) == notices and all("every step is of epoch 0" in one for one in found)
+
+
+def test_a_goal_that_was_never_a_number_is_named(tmp_path: Path) -> None:
+    job, state = build(layered(train__patience=3), World(Ranks(), torch.device("cpu")))
+    for _ in range(3):
+        improvement.add_evaluation(job.experiment, state, math.nan)
+    ended = worker._outcome(job, state, StopCode.NONE, None, RunFolder(tmp_path))
+    goal = job.experiment.goal.metric
+    assert f"no better {goal} for 3 evaluations; trained 0 steps" in ended.reason
+    assert ended.reason.endswith(f"; {goal} was never a number")
 
 
 def test_what_the_optimizer_leaves_out_is_named_once() -> None:

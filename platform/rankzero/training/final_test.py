@@ -71,7 +71,9 @@ def evaluate_best(
     else:
         saved = restore.read(checkpoints / name, world)
         step = saved["step"]
-        if path and checkpoint_files.read_manifest(path).metrics.get(goal.metric) != state.best:
+        had = checkpoint_files.read_manifest(path).metrics.get(goal.metric) if path else state.best
+        # A goal that was never a number has no best evaluation.
+        if state.best is not None and had != state.best:
             notice(f"the best evaluation has no checkpoint: that of step {step} is tested")
         # The checkpoint may be of a time with another train.ema. Its best model is the average.
         weights = saved.get("ema", saved["model"])

@@ -253,7 +253,9 @@ def _outcome(
         # All steps are trained, but their result is not on the disk.
         return AttemptOutcome("FAILED", f"trained {state.step} steps{lacks}")
     reason = f"trained {state.step} steps"
-    if state.best is not None:
+    if state.best is None and state.evaluations_since_best:
+        reason += f"; {goal.metric} was never a number"
+    elif state.best is not None:
         reason = f"best {goal.metric} {shown(state.best)}"
         if goal.target is not None:
             reason += " (target reached)" if goal.reached(state.best) else " (target missed)"
