@@ -92,6 +92,8 @@ def test_the_commands_that_repeat_a_run() -> None:
         "rankzero train x.py lr=1 'name=a b' --name mine-again",
         "rankzero resume mine-again train.epochs=8",
     ]
+    exact = begun("/usr/bin/rankzero resume mine --nproc=2", 3)
+    assert commands(begun(train), exact) == commands(begun(train))
     trial = begun("rankzero search x.py --trials 3", rankzero__experiment_file="x.py")
     assert commands(trial) == ["rankzero train x.py --from mine --nproc 1"]
     assert commands(begun("train.py --lr 3")) == ["python train.py --lr 3"]

@@ -15,7 +15,9 @@ _NEEDS_NAME = "--resume-if-there"
 
 def commands(name: str, facts: Facts) -> list[str]:
     """Return the commands for the code and for each attempt, or none if no attempt has one."""
-    recorded = [words(command) for command in facts.commands]
+    every = [words(command) for command in facts.commands]
+    # A resume is exact. The first command alone trains to the end, so one more finds nothing left.
+    recorded = [one for one in every if one[1:2] != ["resume"] or _changes(one)]
     # Only a resume needs to know the new run's name.
     again = f"{name}-again" if any(command[1:2] == ["resume"] for command in recorded) else ""
     attempts = [shlex.join(_repeated(command, name, again, facts)) for command in recorded]
@@ -25,6 +27,11 @@ def commands(name: str, facts: Facts) -> list[str]:
     is_dirty = facts.environment.get("rankzero.dirty") == "true"
     patch = ["git apply diff.patch   # of the run's artifacts, in provenance/"] if is_dirty else []
     return [f"git checkout {commit}", *patch, *attempts]
+
+
+def _changes(command: list[str]) -> bool:
+    """Return whether a command changes a setting."""
+    return any("=" in word and not word.startswith("-") for word in command)
 
 
 def _repeated(command: list[str], name: str, again: str, facts: Facts) -> list[str]:
