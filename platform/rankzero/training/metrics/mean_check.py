@@ -38,7 +38,7 @@ class MeanCheck:
         self._is_told = False
 
     def keep(self, batch: Any, samples: int, values: Collection[Any] = ()) -> None:
-        """Keep the first batch that has halves. Tell if `values` has a mean over other rows."""
+        """Keep the first batch with halves. Notice a mean over other rows in `values`."""
         if self._notice is None or not samples:
             return
         if self._kept is None and samples > 1:
