@@ -64,6 +64,17 @@ def test_an_interrupt_is_no_failure_of_the_journal(tmp_path: Path) -> None:
     assert list(read_all(folder.events)) == []
 
 
+def test_a_notice_of_the_loop_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder(tmp_path)
+    log = RunLog(folder, Journal(folder.events), 1, None)
+    log(Noticed(T0, "a helper moves"))
+    log.close()
+    assert list(read_all(folder.events)) == [Noticed(T0, "a helper moves")]
+    assert capsys.readouterr().out == "note: a helper moves\n"
+
+
 def test_an_output_without_flush_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,8 @@ class RunLog:
                 event, reason=text_without_secrets(event.reason), error=error
             )
         self._journal(event)
+        if isinstance(event, Noticed):
+            _print(text_without_secrets(event.text))
         self._report_problems(self._journal)
 
     def flush(self) -> None:
