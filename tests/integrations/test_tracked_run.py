@@ -306,6 +306,16 @@ def test_goal_of_an_own_loop_may_have_any_name() -> None:
     ]
 
 
+def test_best_checkpoint_stays_without_its_metrics_given_again() -> None:
+    with unrecorded(Goal("val/acc", "max"), keep=1) as run:
+        for step, value in ((1, 0.5), (2, 0.9), (3, 0.7)):
+            run.evaluated({"val/acc": value}, step)
+            run.checkpoint({"x": 1}, step)
+    kept = checkpoint_files.by_step((run.folder or Path()) / "checkpoints")
+    assert [path.name for path in kept] == ["step_00000002", "step_00000003"]
+    assert checkpoint_files.read_manifest(kept[0]).metrics == {"val/acc": 0.9}
+
+
 def test_continued_run_improves_on_an_infinite_value() -> None:
     for value in (math.inf, 2.0):
         with unrecorded(Goal("val/loss", "min")) as run:

@@ -141,13 +141,14 @@ class MetricHistory:
     ) -> tuple[Evaluated | None, dict[str, float], bool]:
         """Return an event of what is new, the metrics as logged, and if the goal's is the best."""
         known, when = self._evaluations.get(step) or ({}, self._time_at(step, metrics))
-        measured = {}
+        # A checkpoint is as good as its step, also if it is not given the metrics again.
+        measured = dict(known)
         for name, value in metrics.items():
             if self._is_first(name, step, value, when):
                 measured[name] = value
-            elif name in known:
-                measured[name] = known[name]
-            elif (series := self._series[name]).step == step and series.time == when:
+                continue
+            series = self._series[name]
+            if name not in known and series.step == step and series.time == when:
                 measured[name] = series.value
         new = {name: value for name, value in measured.items() if name not in known}
         goal = new.get(self._goal.metric)
