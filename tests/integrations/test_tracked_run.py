@@ -292,6 +292,19 @@ def test_continued_run_with_another_goal_compares_under_that_goal() -> None:
         assert run.evaluated({"val/accuracy": 0.95}, step=5)
 
 
+def test_continued_run_keeps_its_goal_and_its_checkpoints() -> None:
+    options: list[dict[str, Any]] = [{"goal": Goal("acc", "max", 0.95), "keep": 2}, {}, {}]
+    values = iter([0.5, 0.9, 0.8, 0.7, 0.6])
+    for count, given in zip((3, 1, 1), options, strict=True):
+        with rankzero.track("mine", name="r1", offline=True, **given) as run:
+            for _ in range(count):
+                run.checkpoint({"x": 1}, run.step + 1, {"acc": next(values)})
+    kept = checkpoint_files.by_step((run.folder or Path()) / "checkpoints")
+    assert [path.name for path in kept] == ["step_00000002", "step_00000003", "step_00000005"]
+    starts = [one for one in journal(run) if isinstance(one, RunStarted)]
+    assert [one.params["goal.target"] for one in starts] == ["0.95"] * 3
+
+
 def test_goal_of_an_own_loop_may_have_any_name() -> None:
     with unrecorded(Goal("accuracy", "max"), keep=1) as run:
         assert run.evaluated({"accuracy": 0.5}, step=1)

@@ -49,7 +49,7 @@ class Attempt:
     def start(self, params: Mapping[str, str]) -> None:
         """Log the start of the attempt."""
         environment = provenance.record(self.log.folder.artifacts, sys.argv)
-        environment[provenance.OWN_LOOP] = "true"
+        environment |= {provenance.OWN_LOOP: "true", provenance.KEEP: str(self._keep)}
         self.log(RunStarted(time.time(), params, environment, self.log.attempt))
 
     def add(self, step: Any, values: Mapping[str, Any]) -> None:

@@ -22,14 +22,18 @@ from rankzero import ranks
 from rankzero.catalog import deleted
 from rankzero.config import ConfigError
 from rankzero.errors import UserError
+from rankzero.events import RunStarted
 from rankzero.experiment import Goal
 from rankzero.integrations.own_loop.null_run import NullTrackedRun
 from rankzero.integrations.own_loop.params import params_of
 from rankzero.integrations.own_loop.tracked_run import OPEN, TrackedRun
 from rankzero.mlflow_store import drivers, uris
 from rankzero.redaction.text import settings_without_secrets
+from rankzero.reporting.run_facts import goal_of
+from rankzero.run_store import provenance
 from rankzero.run_store.attempt import take_over
 from rankzero.run_store.folder import Identity, RunFolder
+from rankzero.run_store.journal import read_all
 from rankzero.run_store.location import is_offline, root_of
 from rankzero.run_store.spoken_names import new_name
 from rankzero.tracking.run_log import RunLog
@@ -41,7 +45,7 @@ def track(
     *,
     name: str | None = None,
     goal: Goal | None = None,
-    keep: int = 1,
+    keep: int | None = None,
     tracking_uri: str | None = None,
     folder: str | Path | None = None,
     offline: bool | None = None,
@@ -52,7 +56,10 @@ def track(
 
     `config`: the run's params: a mapping, dataclass, `argparse.Namespace`, or any such object.
     `name`: the run's name; an existing run is continued.
-    `keep`: the best checkpoints that are kept, in addition to the last.
+    `goal`: the metric that decides which checkpoint is best (default: that of the continued run, or
+    the lowest val/loss).
+    `keep`: the best checkpoints that are kept, in addition to the last (default: as many as the
+    continued run keeps, or 1).
     `folder`: that of the embedded store and of the runs (default: $RANKZERO_DIR or ./mlruns).
     `offline`: only record; ``rankzero sync NAME`` delivers later (default: $RANKZERO_OFFLINE).
 
@@ -68,13 +75,16 @@ def track(
         return NullTrackedRun()
     # A wrong config must fail before anything is on the disk.
     _require_texts(experiment=experiment, name="" if name is None else name)
-    params, notes = _params(config, goal)
     root, offline = root_of(folder).absolute(), is_offline(offline)
+    if name is not None and (goal is None or keep is None):
+        known_goal, known_keep = _known(root / "runs" / name)
+        goal, keep = goal or known_goal, known_keep if keep is None else keep
+    params, notes = _params(config, goal)
     uri = _store(tracking_uri, root, experiment, offline=offline)
     identity = _identity(experiment, name, uri, root / "runs")
     run = TrackedRun(
         functools.partial(_open_log, root / "runs", mine, offline=offline),
-        *(identity, goal or Goal(), keep, params),
+        *(identity, goal or Goal(), 1 if keep is None else keep, params),
         offline=offline,
         named=name is not None,
     )
@@ -91,6 +101,18 @@ def _require_texts(**given: object) -> None:
     for key, value in given.items():
         if not isinstance(value, str):
             raise ConfigError(f"{key}: must be a text such as 'digits', got {value!r}")
+
+
+def _known(folder: Path) -> tuple[Goal | None, int | None]:
+    """Return the goal and the number of kept checkpoints of a run, as far as its journal says."""
+    # Under the defaults, a continued run would delete its best checkpoints.
+    goal, keep = None, None
+    for event in read_all(RunFolder(folder).events):
+        if isinstance(event, RunStarted):
+            goal = goal_of(event.params) or goal
+            text = event.environment.get(provenance.KEEP, "")
+            keep = int(text) if text.isdecimal() else keep
+    return goal, keep
 
 
 def _params(config: object, goal: Goal | None) -> tuple[dict[str, str], list[tuple[str, str]]]:
