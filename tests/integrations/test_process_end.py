@@ -85,6 +85,18 @@ def leave(code):
 sys.exit = leave
 """
 
+# Each text is run as a cell, in IPython's own shell.
+CELLS = """
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+for cell in {cells!r}:
+    shell.run_cell(cell)
+"""
+CRASH = BEGIN + "raise ValueError('boom')"
+USED = "run.log({'loss': 2.0})"
+OTHER = 'other = rankzero.track("mine", name="r2", offline=True)'
+
 
 def ended(folder: Path, script: str) -> list[RunEnded]:
     (folder / "script.py").write_text(script)
@@ -129,6 +141,40 @@ def test_end_of_the_process_is_the_end_of_the_run(
     assert not [e for e in events if isinstance(e, Evaluated) and "child" in e.metrics]
     assert (end.status, end.reason) == (status, reason)
     assert (error or "") in (end.error or "") and (end.error is not None or status != "FAILED")
+
+
+@pytest.mark.parametrize(
+    ("cells", "statuses", "reason"),
+    [
+        ([BEGIN, "typo"], ["FINISHED"], "finished"),
+        ([CRASH, OTHER], ["FAILED"], "ValueError: boom"),
+        ([CRASH, "1 +", USED], ["FAILED", "FINISHED"], "finished"),
+        ([BEGIN, OTHER, USED + "; typo", "typo"], ["FAILED"], "NameError: name 'typo' is not"),
+        ([BEGIN, "run.evaluated({'acc': 1.0}); raise KeyboardInterrupt"], ["KILLED"], "Ctrl-C"),
+        ([BEGIN, "sys.exit(3)", OTHER], ["FINISHED"], "finished"),
+        ([BEGIN + "sys.exit(3)"], ["FAILED"], "exited with 3"),
+        (["%run train.py", "1"], ["FAILED"], "ValueError: boom"),
+        (["with open('x', 'w') as file: pass", "typo", BEGIN, "1"], ["FINISHED"], "finished"),
+    ],
+)
+def test_failed_cell_of_a_notebook_ends_the_runs_that_it_used(
+    tmp_path: Path, cells: list[str], statuses: list[str], reason: str
+) -> None:
+    (tmp_path / "train.py").write_text(CRASH)
+    ends = ended(tmp_path, CELLS.format(cells=cells))
+    assert [end.status for end in ends] == statuses and reason in ends[-1].reason
+    assert statuses[-1] != "FAILED" or "Error" in (ends[-1].error or "") or "exited" in reason
+    if OTHER in cells:
+        events = read_all(tmp_path / "mlruns/runs/r2/events.jsonl")
+        assert [one.status for one in events if isinstance(one, RunEnded)] == ["FINISHED"]
+
+
+def test_exception_at_a_prompt_fails_only_a_run_of_its_with_block(tmp_path: Path) -> None:
+    lines = BEGIN + "typo\nwith rankzero.track('mine', name='r2', offline=True): typo\n\ntypo\n"
+    subprocess.run([sys.executable, "-i"], input=lines, text=True, cwd=tmp_path, check=True)
+    for name, status in (("r1", "FINISHED"), ("r2", "FAILED")):
+        events = read_all(tmp_path / f"mlruns/runs/{name}/events.jsonl")
+        assert [one.status for one in events if isinstance(one, RunEnded)] == [status]
 
 
 def test_signal_that_kills_the_process_fails_the_run(tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ class Attempt:
         self._rows: list[Row] = []
         self.begun = self._flushed = time.monotonic()
         self.used = 0.0
-        """When the main thread logged values last."""
+        """When the main thread used the run last."""
+        self.note_use(time.time())
         self.history = MetricHistory(goal, log.attempt, tell)
         self.history.recall(read_all(log.folder.events))
         self.checkpoints: Any = None
@@ -56,15 +57,20 @@ class Attempt:
         """Keep the values until the next flush, which is due now and then."""
         moment = time.time()
         self._rows.append((step, moment, values))
-        if process_end.in_main_thread():
-            self.used = moment
+        self.note_use(moment)
         due = time.monotonic() - self._flushed > FLUSH_SECONDS
         if due or len(self._rows) >= self._flush_rows:
             self.flush()
 
+    def note_use(self, moment: float) -> None:
+        """Note that the program uses the run, and has not ended."""
+        # Another thread goes on while the main thread's exception ends the process.
+        if process_end.in_main_thread():
+            self.used = moment
+
     def flush(self) -> None:
         """Log the values that wait."""
-        process_end.went_on()
+        self.note_use(time.time())
         self._flush()
 
     def evaluated(

@@ -22,6 +22,8 @@ class _Raised:
     caught: BaseException | None = None
     leave: Callable[[Any], object] | None = None
     """The `sys.exit` before ours: a debugger's or a test's."""
+    cell_began: float | None = None
+    """When IPython's newest cell began, if `watch_cells` follows them."""
 
 
 def at_exit(
@@ -43,20 +45,45 @@ def at_exit(
         # At a prompt, both print how to leave it.
         if hasattr(builtins, name) and not hasattr(sys, "ps1"):
             setattr(builtins, name, _exit)
-    went_on()
+    _forget()
     # Unlike atexit's, its functions also run in the processes of multiprocessing, and only in the
     # process that registered them.
     return Finalize(None, lambda: end(_error(last_use())), exitpriority=100)
 
 
-def went_on() -> None:
+def watch_cells(end: Callable[[BaseException, float], object]) -> None:
+    """In IPython, call `end` with the error of each cell that fails, and when the cell began.
+
+    At the end of the process, such an error has no known run.
+    """
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is None or _Raised.cell_began is not None:
+        return
+
+    def begin(*_: object) -> None:
+        if in_main_thread():  # Others may run a cell at the same time.
+            _Raised.cell_began = time.time()
+        _forget()
+
+    def finish(result: Any) -> None:
+        if not in_main_thread():
+            return
+        error = getattr(result, "error_in_exec", None) or getattr(result, "error_before_exec", None)
+        if error is None and _uncaught() is not _Raised.caught:
+            error = _uncaught()  # `%run` shows an error, and succeeds.
+        if error is not None:
+            end(error, _Raised.cell_began or 0.0)
+        _forget()
+
+    shell.events.register("pre_run_cell", begin)
+    shell.events.register("post_run_cell", finish)
+    _Raised.cell_began = 0.0  # All runs of this process are of the cell that runs now.
+
+
+def _forget() -> None:
     """Note that the process has not ended: what was raised so far was caught."""
-    # Another thread goes on while the main thread's exception ends the process.
     if in_main_thread():
-        _Raised.exit = None
-    # At a prompt, an exception ends no process.
-    if in_main_thread() or hasattr(sys, "ps1"):
-        _Raised.caught = _uncaught()
+        _Raised.exit, _Raised.caught = None, _uncaught()
 
 
 def in_main_thread() -> bool:
@@ -81,8 +108,11 @@ def _error(last_use: float) -> BaseException | None:
     left = _Raised.exit if last_use <= _Raised.exit_time else None
     if raised is not None and not isinstance(raised, SystemExit):
         return raised
+    # An exception that is shown at a prompt ends no process.
+    if last is _Raised.caught or (hasattr(sys, "ps1") and _Raised.cell_began is None):
+        last = None
     # An exception that ended the process came after an exit that was caught.
-    return (None if last is _Raised.caught else last) or left or raised
+    return last or left or raised
 
 
 def _uncaught() -> BaseException | None:

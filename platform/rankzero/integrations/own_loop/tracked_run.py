@@ -88,6 +88,7 @@ class TrackedRun:
             lambda error: self.finish(error or self.unless_ended),
             lambda: self._attempt.used,
         )
+        process_end.watch_cells(_end_used_runs)
         self._is_open = True
 
     def reopen(self) -> bool:
@@ -405,7 +406,7 @@ class TrackedRun:
         with self._lock:
             is_open = self.reopen()
         if is_open:
-            process_end.went_on()
+            self._attempt.note_use(time.time())
             self._guarded(f"{what} is not logged", keep)
 
     def child(self, name: str, config: object = None) -> TrackedRun:
@@ -527,6 +528,13 @@ def _plain(name: str) -> str:
 
 OPEN: dict[Path, TrackedRun] = {}
 """The open runs of this process, by folder. A fork leaves them to its parent."""
+
+
+def _end_used_runs(error: BaseException, since: float) -> None:
+    """End the open runs that the main thread has used since a time."""
+    for run in list(OPEN.values()):
+        if run._attempt.used >= since:
+            run.finish(error)
 
 
 def _leave_to_parent() -> None:
