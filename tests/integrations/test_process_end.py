@@ -198,6 +198,24 @@ def test_error_that_ends_the_process_is_that_of_all_its_runs(tmp_path: Path) -> 
     assert end.reason == "ValueError: boom"
 
 
+def test_finish_while_an_exception_is_handled_is_noted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = rankzero.track("mine", name="r1", offline=True)
+    try:
+        raise ValueError("boom")
+    except ValueError as error:
+        # A run that a handler begins may end well.
+        with rankzero.track("mine", name="r2", offline=True):
+            pass
+        rankzero.track("mine", name="r3", offline=True).finish(error)
+        assert not capsys.readouterr().out
+        run.finish()
+    text = "finish() was called while ValueError was handled: r1 is FINISHED; use `with`, or"
+    assert capsys.readouterr().out.count(text) == 1
+
+
 def test_second_track_of_a_run_ends_the_first(tmp_path: Path) -> None:
     again = 'again = rankzero.track("mine", name="r1", offline=True)\nagain.log({"loss": 2.0}, 1)'
     late = '\nrun.log({"loss": 3.0}, 2)'  # Each value would end the other and begin an attempt.

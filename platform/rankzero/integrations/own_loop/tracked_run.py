@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import sys
 import threading
 import time
 import weakref
@@ -79,6 +80,7 @@ class TrackedRun:
     def _begin(self) -> None:
         """Begin an attempt. Raises UserError if another process writes the run."""
         self._log = self._open_log(self._identity)
+        self._handled = id(sys.exc_info()[1])
         self._attempt = Attempt(self._log, self._goal, self._keep, self._flush_rows, self.tell)
         self.unless_ended: BaseException | None = None
         """The error to assume if the process ends and nobody has ended the attempt."""
@@ -178,6 +180,8 @@ class TrackedRun:
         with self._lock:
             if not self._is_open:
                 return
+            if error is None:
+                self._note_handled(sys.exc_info()[1])
             for child in list(self._children):
                 child.finish(error)
             active, self._active = self._active, None
@@ -187,6 +191,13 @@ class TrackedRun:
             self._at_exit.cancel()
             OPEN.pop(self._log.folder.path, None)
             self._attempt.end(error)
+
+    def _note_handled(self, error: BaseException | None) -> None:
+        # In a `finally`, nobody knows yet whether the exception will end the process. One that was
+        # handled when the attempt began is not of the run.
+        if process_end.status_of(error)[0] != "FINISHED" and id(error) != self._handled:
+            text = f"finish() was called while {type(error).__name__} was handled: {self.name} is "
+            self.tell("handled", text + "FINISHED; use `with`, or finish(error)")
 
     def log(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log 0-d tensors or numbers at `step`, without a host sync: tensors stay on their device.
