@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import rankzero
-from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged
+from rankzero.events import Evaluated, Event, Noticed, RunEnded, RunStarted, StepsLogged
 from rankzero.run_store.journal import read_all
 from support.commands import wait_until
 
@@ -96,6 +96,15 @@ for cell in {cells!r}:
 CRASH = BEGIN + "raise ValueError('boom')"
 USED = "run.log({'loss': 2.0})"
 OTHER = 'other = rankzero.track("mine", name="r2", offline=True)'
+# A name that is tracked again ends its own run.
+SWEEP = """
+import rankzero
+with rankzero.track("mine", offline=True) as run, run.child("fold"):
+    runs = [rankzero.track("mine", name=name, offline=True) for name in ("r0", "r1", "r2", "r2")]
+for run in runs:
+    run.finish()
+rankzero.track("mine", name="r3", offline=True)
+"""
 
 
 def ended(folder: Path, script: str) -> list[RunEnded]:
@@ -210,10 +219,17 @@ def test_finish_while_an_exception_is_handled_is_noted_once(
         with rankzero.track("mine", name="r2", offline=True):
             pass
         rankzero.track("mine", name="r3", offline=True).finish(error)
-        assert not capsys.readouterr().out
+        assert "handled" not in capsys.readouterr().out
         run.finish()
     text = "finish() was called while ValueError was handled: r1 is FINISHED; use `with`, or"
     assert capsys.readouterr().out.count(text) == 1
+
+
+def test_second_run_notes_once_that_the_first_is_open(tmp_path: Path) -> None:
+    ended(tmp_path, SWEEP)
+    journals = (tmp_path / "mlruns/runs").glob("*/events.jsonl")
+    notes = [one.text for path in journals for one in read_all(path) if isinstance(one, Noticed)]
+    assert [note.partition(",")[0] for note in notes] == ["r0 is still open"]
 
 
 def test_second_track_of_a_run_ends_the_first(tmp_path: Path) -> None:

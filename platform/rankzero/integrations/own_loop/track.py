@@ -26,7 +26,7 @@ from rankzero.events import RunStarted
 from rankzero.experiment import Goal
 from rankzero.integrations.own_loop.null_run import NullTrackedRun
 from rankzero.integrations.own_loop.params import params_of
-from rankzero.integrations.own_loop.tracked_run import OPEN, TrackedRun
+from rankzero.integrations.own_loop.tracked_run import OPEN, TrackedRun, left_open
 from rankzero.mlflow_store import drivers, uris
 from rankzero.redaction.text import settings_without_secrets
 from rankzero.reporting.run_facts import goal_of
@@ -92,6 +92,9 @@ def track(
     if known != experiment:
         text = f"{identity.name} is a run of the experiment {known!r}: it continues there"
         notes.append(("experiment", f"{text}, and {experiment!r} gets nothing of it"))
+    if len(others := left_open(run)) == 1:  # A sweep needs no note for each run.
+        text = f"{others[0]} is still open, and ends as this process does"
+        notes.append(("open", f"{text}: end each run with a `with` block or finish()"))
     for about, text in notes:
         run.tell(about, text)
     return run

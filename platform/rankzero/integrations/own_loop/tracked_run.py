@@ -62,7 +62,7 @@ class TrackedRun:
         self._named = named
         # A child that has ended, and that the program has dropped, cannot begin again.
         self._children = weakref.WeakSet[TrackedRun]()
-        self._top = self
+        self._top, self._in_block = self, False
         self._active: str | None = None
         self._goal, self._keep, self._params = goal, keep, dict(params or {})
         self._flush_rows = flush_rows
@@ -170,6 +170,7 @@ class TrackedRun:
             return self._attempt.history.step
 
     def __enter__(self) -> TrackedRun:
+        self._in_block = True
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -539,6 +540,12 @@ def _plain(name: str) -> str:
 
 OPEN: dict[Path, TrackedRun] = {}
 """The open runs of this process, by folder. A fork leaves them to its parent."""
+
+
+def left_open(newest: TrackedRun) -> list[str | None]:
+    """Return the names of the other open runs that no `with` block ends, without children."""
+    runs = [run for run in list(OPEN.values()) if run._top is run and not run._in_block]
+    return [run.name for run in runs if run is not newest]
 
 
 def _end_used_runs(error: BaseException, since: float) -> None:
