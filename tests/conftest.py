@@ -5,6 +5,8 @@ import importlib.util
 import os
 import shutil
 import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,3 +53,12 @@ def pytest_collection_finish() -> None:
     """Keep the garbage collector from PyTorch's and MLflow's objects, which stay."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def no_run_stays_open() -> Iterator[None]:
+    """End the runs that a test leaves open: the next one's run would have a note of them."""
+    yield
+    module = sys.modules.get("rankzero.integrations.own_loop.tracked_run")
+    for run in [] if module is None else list(module.OPEN.values()):
+        run.finish()

@@ -48,6 +48,7 @@ from rankzero.run_store.journal import Journal, read_all
 from rankzero.tracking import delivery_status
 from rankzero.tracking.run_log import RunLog
 from rankzero.training.checkpoints import restore
+from support.commands import wait_until
 
 
 class NoRecorder:
@@ -793,6 +794,23 @@ def test_steps_count_by_themselves() -> None:
     logged = [(step, *metrics) for step, metrics in rows(journal(run))]
     assert sorted(logged) == [(step, name) for step in range(4) for name in "ab"]
     assert [one.step for one in journal(run) if isinstance(one, Evaluated)] == [1, 3]
+
+
+def test_values_reach_the_journal_without_another_call() -> None:
+    with unrecorded() as run:
+        for step in (1, 2):
+            run.log({"loss": 1.0, "acc": np.float32(0.5)}, step)
+            wait_until(
+                lambda step=step: rows(journal(run))[-1:] == [(step, {"loss": 1.0, "acc": 0.5})]
+            )
+        flushers = [one for one in threading.enumerate() if one.name == "flusher"]
+        assert len(flushers) == 1, "a row starts no thread of its own"
+        run.log({"on_device": torch.ones((), device="meta")}, 3)
+        time.sleep(2.5)
+        assert len(rows(journal(run))) == 2, (
+            "another thread would break the capture of a CUDA graph"
+        )
+    wait_until(lambda: not flushers[0].is_alive())
 
 
 def test_threads_that_log_at_once_lose_nothing() -> None:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from rankzero.events import Event, RunEnded, RunStarted
 from rankzero.experiment import Goal
 from rankzero.integrations.own_loop import process_end
 from rankzero.integrations.own_loop.metric_history import MetricHistory, Row
-from rankzero.integrations.own_loop.values import is_number, reason_of, shown, to_floats
+from rankzero.integrations.own_loop.values import (
+    is_number,
+    is_on_host,
+    reason_of,
+    shown,
+    to_floats,
+)
 from rankzero.run_store import provenance
 from rankzero.run_store.journal import read_all
 from rankzero.tracking.run_log import RunLog
@@ -25,7 +34,7 @@ FLUSH_ROWS = 500
 class Attempt:
     """An attempt that is open until `end`. Its caller holds the run's lock.
 
-    `tell`: gets what is odd, with a key under which it is said once.
+    `tell`: gets what is odd, with a key under which it is said once. `lock`: returns that lock.
     """
 
     def __init__(
@@ -35,8 +44,10 @@ class Attempt:
         keep: int,
         flush_rows: int,
         tell: Callable[[str, str], None],
+        lock: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self.log, self._goal, self._keep = log, goal, keep
+        self._lock, self._has_flusher = lock, False
         self._flush_rows, self._tell = flush_rows, tell
         self._rows: list[Row] = []
         self.begun = self._flushed = time.monotonic()
@@ -61,6 +72,11 @@ class Attempt:
         due = time.monotonic() - self._flushed > FLUSH_SECONDS
         if due or len(self._rows) >= self._flush_rows:
             self.flush()
+        elif not self._has_flusher:
+            self._has_flusher = True
+            # While a process ends, Python starts no thread. The end of the run flushes, too.
+            with contextlib.suppress(RuntimeError):
+                threading.Thread(target=self._flush_late, name="flusher", daemon=True).start()
 
     def note_use(self, moment: float) -> None:
         """Note that the program uses the run, and has not ended."""
@@ -153,6 +169,19 @@ class Attempt:
         floats = self._floats([item for _, _, metrics in rows for item in metrics.items()])
         self.log_all(self.history.columns(rows, floats))
         self.log.flush()
+
+    def _flush_late(self) -> None:
+        """Log values that no later call flushes. Runs in a thread, while values wait."""
+        while True:
+            time.sleep(FLUSH_SECONDS)
+            with self._lock():
+                if not self._rows:
+                    self._has_flusher = False
+                    return
+                # A read of a GPU would break a CUDA graph that the training captures meanwhile.
+                waiting = (value for _, _, row in self._rows for value in row.values())
+                if all(map(is_on_host, waiting)):
+                    guarded("values are lost", self._flush, self.log.notice)
 
     def _floats(self, items: Collection[tuple[str, Any]]) -> list[float]:
         """Return the values as floats. One note for each name says what is no number: it is NaN."""

@@ -81,7 +81,9 @@ class TrackedRun:
         """Begin an attempt. Raises UserError if another process writes the run."""
         self._log = self._open_log(self._identity)
         self._handled = id(sys.exc_info()[1])
-        self._attempt = Attempt(self._log, self._goal, self._keep, self._flush_rows, self.tell)
+        self._attempt = Attempt(
+            *(self._log, self._goal, self._keep, self._flush_rows, self.tell, lambda: self._lock)
+        )
         self.unless_ended: BaseException | None = None
         """The error to assume if the process ends and nobody has ended the attempt."""
         self._attempt.start(self._params)

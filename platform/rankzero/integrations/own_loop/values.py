@@ -48,6 +48,11 @@ def snapshot(value: Any) -> Any:
         return reason_of(error)[:80]
 
 
+def is_on_host(value: Any) -> bool:
+    """Return whether a value of `snapshot` is surely in the host's memory."""
+    return isinstance(value, (int, float, str)) or type(value).__module__ == "numpy"
+
+
 def to_floats(values: list[Any], notice: Callable[[str], None]) -> list[float]:
     """Return the values as floats, with one host sync for all PyTorch tensors of a device.
 
