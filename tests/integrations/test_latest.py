@@ -15,7 +15,7 @@ import torch
 import rankzero
 from rankzero import UserError
 from rankzero.cli.display import diagnosis
-from rankzero.events import Noticed
+from rankzero.events import Noticed, StepsLogged
 from rankzero.integrations.own_loop.tracked_run import TrackedRun
 from rankzero.reporting import run_report
 from rankzero.run_store.folder import RunFolder
@@ -35,7 +35,8 @@ def trained(**options: Any) -> TrackedRun:
         assert run.latest() is None
         for step in (1, 2, 3):
             run.log({"train/loss": 1.0 / step}, step)
-        run.checkpoint({"weight": torch.ones(2), "step": 2}, 2)
+            if step == 2:
+                run.checkpoint({"weight": torch.ones(2), "step": 2}, 2)
     return run
 
 
@@ -55,6 +56,24 @@ def test_next_process_continues_from_the_last_checkpoint(
     for text in (run_report.page(folder), "\n".join(diagnosis._advice(folder, _failed(folder)))):
         assert 'rankzero.track(…, name="r1")\n' in text and "state = run.latest()" in text
         assert "rankzero resume" not in text
+
+
+def test_metric_counts_on_from_its_own_step_at_the_checkpoint(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Checkpoints and evaluations count epochs, and `log` counts batches."""
+    for epochs in ((0, 1, 2), (3, 4)):
+        with rankzero.track("mine", name="r1", offline=True) as run:
+            assert (run.latest() or {"epoch": -1})["epoch"] == epochs[0] - 1
+            for epoch in epochs:
+                for _ in range(4):
+                    run.log({"train/loss": 0.5})
+                run.evaluated({"val/acc": 0.5}, epoch)
+                run.checkpoint({"epoch": epoch}, epoch)
+    events = read_all((run.folder or Path()) / "events.jsonl")
+    logged = [one for one in events if isinstance(one, StepsLogged) and one.metrics]
+    assert [step for one in logged for step in one.steps] == list(range(20))
+    assert "earlier attempt" not in capsys.readouterr().out
 
 
 def _failed(folder: RunFolder) -> Any:

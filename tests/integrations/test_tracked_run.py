@@ -78,7 +78,7 @@ def rows(events: Iterable[Any]) -> list[tuple[int, dict[str, float]]]:
     return [
         (step, {name: column[index] for name, column in event.metrics.items()})
         for event in events
-        if isinstance(event, StepsLogged)
+        if isinstance(event, StepsLogged) and event.metrics
         for index, step in enumerate(event.steps)
     ]
 

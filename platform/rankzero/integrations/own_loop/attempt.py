@@ -120,6 +120,7 @@ class Attempt:
             )
             events = read_all(folder.events)
             self.log_all(unlogged(folder.path, events, self._keep, self._goal))
+        self.log_all(self.history.checkpoint(at))
         self.log_all(self.checkpoints.save(state_dict, at, measured, better))
 
     def finish_checkpoints(self) -> None:

@@ -77,6 +77,9 @@ class MetricHistory:
         self._best_step = self._floor = 0
         self._series: dict[str, _Series] = {}
         self._earlier: dict[str, int] = {}
+        self._counted: dict[str, int] = {}
+        """The steps from which metrics count on: that of a checkpoint may be another count."""
+        self._at_checkpoints: dict[int, dict[str, int]] = {}
         self._evaluations: dict[int, tuple[dict[str, float], float]] = {}
         """The metrics and the time of each evaluation, by step."""
 
@@ -84,6 +87,8 @@ class MetricHistory:
         """Take the newest steps, and the best value under this goal, from earlier attempts."""
         for event in events:
             if isinstance(event, StepsLogged):
+                if not event.metrics:
+                    self._note_checkpoint(event)
                 highest = dict.fromkeys(event.metrics, max(event.steps, default=0))
             elif isinstance(event, Evaluated):
                 highest = dict.fromkeys(event.metrics, event.step)
@@ -97,9 +102,21 @@ class MetricHistory:
                 self.step = max(step, self.step)
         self._floor = self.step
 
+    def checkpoint(self, step: int) -> list[StepsLogged]:
+        """Return an event for `recall` if metrics are ahead of a checkpoint's step."""
+        steps = [*self._counted.values(), *(series.step for series in self._series.values())]
+        return [StepsLogged([step], [time.time()], {})] if max(steps, default=step) > step else []
+
+    def _note_checkpoint(self, event: StepsLogged) -> None:
+        for step in event.steps:
+            self._at_checkpoints[step] = dict(self._earlier)
+        if len(self._at_checkpoints) > _MOST_EVALUATIONS:
+            del self._at_checkpoints[next(iter(self._at_checkpoints))]
+
     def continue_from(self, step: int) -> None:
-        """Count on from the step of a checkpoint."""
+        """Count on from a checkpoint: its step, and each metric's own at that time."""
         self.step = self._floor = step
+        self._counted = self._at_checkpoints.get(step, {})
 
     def step_of(self, step: Any, names: Collection[str] = ()) -> int:
         """Return the step as an int. Without one, the next at which the metrics have no value."""
@@ -109,11 +126,14 @@ class MetricHistory:
             self.step = step if type(step) is int else int(read)
             return self.step
         known = [self._series[name] for name in names if name in self._series]
-        if any(self.step in series for series in known) or (
-            self._floor == self.step and any(name in self._earlier for name in names)
+        counted = max([self.step - 1, *(self._counted.get(name, self.step - 1) for name in names)])
+        if (
+            any(self.step in series for series in known)
+            or self.step <= counted
+            or (self._floor == self.step and any(name in self._earlier for name in names))
         ):
             # The steps may have gone back.
-            self.step = 1 + max([self.step, *(series.step for series in known)])
+            self.step = 1 + max([self.step, counted, *(series.step for series in known)])
         if step is not None:
             self._tell(
                 "step", f"a step must be an integer, not {shown(step)}: it counts as {self.step}"
