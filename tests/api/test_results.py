@@ -89,6 +89,19 @@ def test_params_have_types(text: str, value: object, tmp_path: Path) -> None:
     assert found == value and type(found) is type(value)
 
 
+def test_metric_is_that_of_its_highest_step(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    back = StepsLogged([9, -3], [T0, T0], {"train/loss": [0.25, 8.0], "short": [1.0]})
+    append(folder, started(), evaluated(9, 0.75), back, steps(1, 3), evaluated(4, 0.5))
+    metrics = rankzero.run(folder.path.name, dir=tmp_path).metrics
+    assert metrics == {
+        "train/loss": 0.25,
+        "short": 1.0,
+        "val/accuracy": 0.75,
+        "val/loss": 0.25,
+    }
+
+
 def test_runs_and_comparisons_are_html_in_a_notebook(tmp_path: Path) -> None:
     folders = [make_folder(tmp_path) for _ in range(3)]
     for folder, rate in zip(folders, ("0.1", "0.2", "<b>0.3</b>"), strict=True):

@@ -68,7 +68,8 @@ class Facts:
     data: dict[str, DataDescribed] = dataclasses.field(default_factory=dict)
     """By their use: training, validation."""
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    """The newest value of each metric, without the system metrics."""
+    """The value of each metric at its highest step, as in MLflow, without the system metrics."""
+    metric_steps: dict[str, int] = dataclasses.field(default_factory=dict)
     end: RunEnded | None = None
     """The newest attempt's end."""
 
@@ -189,8 +190,20 @@ def _steps(facts: Facts, event: StepsLogged) -> None:
     facts.steps = max([facts.steps, *(scalars.step(step) or 0 for step in event.steps[-1:])])
     for moment in event.times[-1:]:
         facts.last_time = max(facts.last_time, number(moment) or 0.0)
-    facts.metrics |= numbers({key: column[-1] for key, column in event.metrics.items() if column})
+    steps = [scalars.step(step) or 0 for step in event.steps]
+    highest = max(range(len(steps)), key=steps.__getitem__, default=0)
+    for key, column in event.metrics.items():
+        at = min(highest, len(column) - 1, len(steps) - 1)
+        if at >= 0:
+            _take_value(facts, key, steps[at], column[at])
     facts.speed = facts.metrics.get(SPEED)
+
+
+def _take_value(facts: Facts, key: str, step: object, value: object) -> None:
+    """Take a value, unless the metric has one at a higher step."""
+    real, at = number(value), scalars.step(step) or 0
+    if real is not None and at >= facts.metric_steps.get(key, at):
+        facts.metrics[key], facts.metric_steps[key] = real, at
 
 
 def _system(facts: Facts, event: SystemSampled) -> None:
@@ -203,7 +216,8 @@ def _system(facts: Facts, event: SystemSampled) -> None:
 
 def _evaluation(facts: Facts, event: Evaluated) -> None:
     facts.last_time = max(facts.last_time, event.time)
-    facts.metrics |= numbers(event.metrics)
+    for key, raw in event.metrics.items():
+        _take_value(facts, key, event.step, raw)
     facts.steps = max(facts.steps, event.step)
     if any(name.startswith("test/") for name in event.metrics):
         facts.tested = event
