@@ -205,6 +205,13 @@ def test_a_short_attempt_takes_back_the_interval_of_an_earlier_speed() -> None:
     assert math.isnan(second.value)
 
 
+def test_the_end_sends_no_figure_twice_if_its_name_has_no_slash() -> None:
+    curve = Evaluated(T0, 10, {"accuracy": 0.5, "best": 9.0}, best=True)
+    _, state = translate([started(), curve], DeliveryState())
+    found, _ = ending(ended(metrics={"accuracy": 0.5, "best": 0.5}), state)
+    assert {point.key for point in points(found)} == {"whole_run/best"}, "the best of the goal"
+
+
 def test_the_state_that_is_given_stays_as_it_is() -> None:
     events = [started(), evaluated(10, 0.5), steps(1, 3), ended()]
     _, before = translate(events, DeliveryState())

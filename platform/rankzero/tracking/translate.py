@@ -254,6 +254,8 @@ class _Draft:
         # compares runs, and a later attempt's point follows it.
         attempt = max(0, self._curves.attempt - 1)
         for key, value in event.metrics.items():
+            if key != "best" and self._names.get(key) in self._marks:
+                continue
             if "/" not in key:
                 yield f"{WHOLE_RUN}/{key}", attempt, event.time, _rounded(value)
             elif self._name(key) not in self._marks:
