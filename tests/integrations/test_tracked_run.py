@@ -190,6 +190,9 @@ def test_configs_become_params() -> None:
         "model.sizes": "[1, 2]",
         "extra.n.deep": "1",
     }
+    empty = {"aug": {}, "sched": [], "opt": {"groups": Namespace(), "lr": 1}}
+    assert params_of(empty) == {"aug": "{}", "sched": "[]", "opt.groups": "{}", "opt.lr": "1"}
+    assert params_of({}) == params_of(Namespace()) == {}
     assert params_of(ClassOfSettings) == params_of(ClassOfSettings()) | {"lr": "0.1"}
     with pytest.raises(rankzero.ConfigError, match="a dataclass or an object with attributes"):
         params_of(3)

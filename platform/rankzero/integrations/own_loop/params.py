@@ -46,7 +46,8 @@ def _nested(settings: Mapping[Any, Any]) -> dict[Any, Any]:
     found = {}
     for key, value in settings.items():
         group = _mapping(value)
-        found[key] = value if group is None else _nested(group)
+        # A group without settings is a setting, as an empty list is.
+        found[key] = value if group is None else _nested(group) or "{}"
     return found
 
 
