@@ -40,6 +40,10 @@ def _require_all(
             raise ValueError(f"{name}: must be above {above}, got {value}")
 
 
+# A mean in single precision depends on its order, so on the number of processes, by less.
+_SAME = 1e-6
+
+
 @dataclasses.dataclass(frozen=True)
 class Goal:
     """The aim of a run: a validation metric, its direction and, if known, a target.
@@ -62,17 +66,24 @@ class Goal:
             raise ValueError(f"mode: expected 'min' or 'max', got {self.mode!r}")
 
     def better(self, value: float, than: float | None) -> bool:
-        """Return whether `value` is better than `than`. NaN never is, a number beats None."""
+        """Return whether `value` is better than `than`, by more than rounding.
+
+        NaN never is, a number beats None.
+        """
         if math.isnan(value):
             return False
         if than is None:
             return True
+        if math.isclose(value, than, rel_tol=_SAME):
+            return False
         return value > than if self.mode == "max" else value < than
 
     def reached(self, value: float | None) -> bool:
-        """Return whether `value` meets the target. False without a target."""
+        """Return whether `value` meets the target, but for rounding. False without a target."""
         if value is None or self.target is None:
             return False
+        if math.isclose(value, self.target, rel_tol=_SAME):
+            return True
         return value >= self.target if self.mode == "max" else value <= self.target
 
 

@@ -106,6 +106,13 @@ def test_the_metric_is_interpolated_between_evaluations() -> None:
     assert curve.seconds_to(0.95) is None
 
 
+def test_a_target_that_is_missed_by_rounding_is_reached() -> None:
+    curve = folded(epochs(0.5, 0.8999999761581421, 0.95), ACCURACY)
+    assert curve.seconds_to(0.9) == 4.0
+    short = folded(epochs(0.5, 0.8999999761581421), ACCURACY)
+    assert short.gap(0.9) <= 0 < short.gap(0.91)
+
+
 def test_interpolation_starts_from_the_best_value_after_a_dip() -> None:
     curve = folded(epochs(0.6, 0.2, 0.8), ACCURACY)
     assert curve.seconds_to(0.7) == pytest.approx(

@@ -313,13 +313,17 @@ def _complete(checkpoints: Path) -> list[Path]:
 
 def _best_first(manifests: Mapping[Path, Manifest], goal: Goal) -> list[Path]:
     """Return the checkpoints that have the goal metric, the best first, ties by step."""
-    sign = -1 if goal.mode == "max" else 1
-    ranked = [
-        (sign * value, manifest.step, path)
-        for path, manifest in manifests.items()
+    values = {
+        path: value
+        for path, manifest in sorted(manifests.items(), key=lambda item: item[1].step)
         if (value := manifest.metrics.get(goal.metric)) is not None and value == value
-    ]
-    return [path for _, _, path in sorted(ranked)]
+    }
+    # The first one is the run's best: a later value that is better by rounding only is a tie.
+    first: Path | None = None
+    for path, value in values.items():
+        first = path if goal.better(value, values[first] if first else None) else first
+    sign = -1 if goal.mode == "max" else 1
+    return sorted(values, key=lambda path: (path != first, sign * values[path]))
 
 
 def _has_valid_fields(manifest: Manifest) -> bool:

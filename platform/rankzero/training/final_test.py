@@ -73,7 +73,7 @@ def evaluate_best(
         step = saved["step"]
         had = checkpoint_files.read_manifest(path).metrics.get(goal.metric) if path else state.best
         # A goal that was never a number has no best evaluation.
-        if state.best is not None and had != state.best:
+        if state.best is not None and goal.better(state.best, had):
             notice(f"the best evaluation has no checkpoint: that of step {step} is tested")
         # The checkpoint may be of a time with another train.ema. Its best model is the average.
         weights = saved.get("ema", saved["model"])

@@ -123,7 +123,8 @@ class LearningCurve:
             if goal.reached(point.value):
                 if before is None:
                     return point.seconds
-                share = (target - before.value) / (point.value - before.value)
+                # A value that reaches it but for rounding must not lie beyond the evaluation.
+                share = min(1.0, (target - before.value) / (point.value - before.value))
                 return before.seconds + share * (point.seconds - before.seconds)
             if math.isfinite(point.value) and (
                 before is None or goal.better(point.value, before.value)
@@ -139,4 +140,6 @@ class LearningCurve:
         if self.best is None:
             return 1.0
         missing = target - self.best if self.goal.mode == "max" else self.best - target
+        if dataclasses.replace(self.goal, target=target).reached(self.best):
+            missing = min(0.0, missing)
         return missing / max(abs(target), 1e-12)
