@@ -175,6 +175,25 @@ def test_throughput_is_missing_before_the_first_window_after_the_warm_up() -> No
     assert "samples_per_second_half_width" not in figures(1.0, 1.0, 2.0)
 
 
+def window_of_two(forwards: list[float], data_waits: list[float]) -> WindowStats:
+    """Return a window of a second with these times of two ranks."""
+    return WindowStats({}, StopCode.NONE, 1.0, forwards=forwards, data_waits=data_waits, steps=1)
+
+
+def test_a_slow_start_of_a_rank_makes_no_straggler() -> None:
+    totals = RunTotals()
+    totals.add(window_of_two([0.01, 2.0], [0.0, 0.9]), samples=100)
+    for number in range(8):
+        assert "straggler_rank" not in totals.summary(), number
+        totals.add(window_of_two([0.01, 0.01], [0.0, 0.0]), samples=100)
+    assert "straggler_rank" not in totals.summary()
+    for _ in range(8):
+        totals.add(window_of_two([0.01, 0.01], [0.5, 0.0]), samples=100)
+    found = totals.summary()
+    assert found["straggler_rank"] == 0
+    assert found["straggler_data_wait_fraction"] == pytest.approx(4.0 / 15.0)
+
+
 def test_the_totals_of_a_long_run_take_no_more_memory() -> None:
     totals, window = RunTotals(), WindowStats({}, StopCode.NONE, 1.0, [0.0], [0.0], 1)
 

@@ -26,9 +26,9 @@ class RunTotals:
     rates: dict[str, float] = dataclasses.field(default_factory=dict)
     """The steady windows' tokens per second and FLOP/s utilisation, times their seconds."""
     forwards: list[float] = dataclasses.field(default_factory=list)
-    """Each rank's seconds of forwards, one forward a window."""
+    """Each rank's seconds of forwards, one forward a steady window."""
     data_waits: list[float] = dataclasses.field(default_factory=list)
-    """Each rank's seconds of waiting for data."""
+    """Each rank's seconds of waiting for data, in the steady windows."""
     steps: int = 0
     train_seconds: float = 0.0
     data_wait_seconds: float = 0.0
@@ -50,10 +50,10 @@ class RunTotals:
             self.steady_seconds += window.seconds
             for name, rate in (rates or {}).items():
                 self.rates[name] = self.rates.get(name, 0.0) + rate * window.seconds
-        # The sums are empty before the first window.
-        forwards = itertools.zip_longest(self.forwards, window.forwards, fillvalue=0.0)
-        data_waits = itertools.zip_longest(self.data_waits, window.data_waits, fillvalue=0.0)
-        self.forwards, self.data_waits = list(map(sum, forwards)), list(map(sum, data_waits))
+            # The sums are empty before the first such window.
+            forwards = itertools.zip_longest(self.forwards, window.forwards, fillvalue=0.0)
+            data_waits = itertools.zip_longest(self.data_waits, window.data_waits, fillvalue=0.0)
+            self.forwards, self.data_waits = list(map(sum, forwards)), list(map(sum, data_waits))
         self.steps += window.steps
         self.train_seconds += window.seconds
         self.data_wait_seconds += window.data_wait_seconds
@@ -73,7 +73,7 @@ class RunTotals:
                 self.data_wait_seconds / self.train_seconds if self.train_seconds else None
             ),
             "checkpoint_blocked_seconds": self.blocked_seconds,
-            **straggler(self.windows, self.train_seconds, self.forwards, self.data_waits),
+            **straggler(self.windows - WARM_UP_WINDOWS, steady, self.forwards, self.data_waits),
         }
         measured = {name: value for name, value in figures.items() if value is not None}
         return {**self.last_metrics, **measured}
