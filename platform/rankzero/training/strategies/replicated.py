@@ -83,7 +83,7 @@ class Replicated:
             raise UserError(
                 f"a parameter got no gradient in the last step{names and f' ({names})'}, and DDP "
                 "waits for all of them: freeze it in model() with requires_grad_(False); "
-                f"{static}or use train.strategy=fsdp"
+                f"{static}or, if only some batches use it, add 0 * p.sum() to the loss"
             ) from error
 
     def forward_metrics(self, how: MicroBatchStep, batch: Any) -> Mapping[str, Any]:
