@@ -68,6 +68,23 @@ def test_a_hung_process_reports_where_and_ends(tmp_path: Path) -> None:
     assert "most recent call first" in stderr and "in step" in stderr
 
 
+def test_a_report_leaves_out_the_command_of_which_the_rank_is_a_fork(tmp_path: Path) -> None:
+    code, failure, _ = watched(
+        tmp_path,
+        """
+        import threading
+        from rankzero.launch import agent
+        with watchdog.watching(), watchdog.training():
+            watchdog.beat()
+            watchdog.beat()
+            agent.enter(threading.Event().wait, None)
+        """,
+    )
+    assert code == -signal.SIGKILL and failure is not None
+    assert failure["reason"] == "rank 3 hung for 0 s"
+    assert "threading.py" in str(failure["error"]) and "users.py" not in str(failure["error"])
+
+
 def test_a_report_names_what_the_process_waited_for(tmp_path: Path) -> None:
     code, failure, _ = watched(
         tmp_path,

@@ -20,6 +20,7 @@ from types import FrameType
 
 import torch
 
+from rankzero.launch import agent
 from rankzero.launch.failures import Failure, FailureKind, place_of
 from rankzero.training.distributed import world
 from rankzero.training.metrics import window
@@ -148,7 +149,7 @@ class Watchdog:
 
     def _end_process(self, frame: FrameType, silent_seconds: float, phase: str) -> None:
         """Report the hang, print every thread's stack, and kill this process."""
-        stack = traceback.extract_stack(frame)
+        stack = _without_command(traceback.extract_stack(frame))
         is_peer = frame.f_code.co_filename.startswith(self._waiting_in)
         did = "waited for the others" if is_peer else "hung"
         reason = " ".join(f"rank {self._rank} {did} for {silent_seconds:.0f} s {phase}".split())
@@ -173,6 +174,13 @@ class Watchdog:
         _try_for_seconds([print_stacks])
         # Nothing can wake a thread that hangs in C code, so only SIGKILL surely ends the process.
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _without_command(stack: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """Return a rank's own frames: below them are the command's, of which the rank is a fork."""
+    names = [(frame.filename, frame.name) for frame in stack]
+    entry = (agent.__file__, agent.enter.__name__)
+    return stack[names.index(entry) + 1 :] if entry in names else stack
 
 
 def stopped_ranks(processes: Mapping[int, int]) -> list[int]:
