@@ -89,7 +89,8 @@ class ProgressModel:
                 yield label, text.format(figures[key])
         if slowest := straggler(figures):
             yield "slowest rank", slowest
-        yield "steps", f"{figures.get('steps', 0):,.0f}"
+        # Those of the end are the attempt's.
+        yield "steps", self.run.steps_text
         yield "time", duration(ended.time - (self.run.started or self._began))
 
 

@@ -74,6 +74,11 @@ class Facts:
     """The newest attempt's end."""
 
     @property
+    def steps_text(self) -> str:
+        """Return the steps of all attempts for people: ``176 of 500``."""
+        return f"{self.steps:,}" + (f" of {self.total_steps:,}" if self.total_steps else "")
+
+    @property
     def gpu_means(self) -> dict[str, float]:
         """The means over time and GPUs: ``utilization_percentage`` and others."""
         return {name: total / count for name, (total, count) in self.gpu_sums.items()}

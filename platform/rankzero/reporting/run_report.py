@@ -97,8 +97,7 @@ def markdown(
 
 def so_far(facts: Facts, status: Any) -> RunEnded:
     """Return an end for `markdown` of a run that has none yet."""
-    total = f" of {facts.total_steps:,}" if facts.total_steps else ""
-    return RunEnded(facts.last_time, status, f"at step {facts.steps:,}{total}", None, {})
+    return RunEnded(facts.last_time, status, f"at step {facts.steps_text}", None, {})
 
 
 def for_terminal(text: str) -> str:
@@ -150,9 +149,8 @@ def _results(facts: Facts, end: RunEnded) -> str:
 
 
 def _progress_rows(facts: Facts) -> Iterator[tuple[str, str]]:
-    total = f" of {facts.total_steps:,}" if facts.total_steps else ""
     if facts.steps:
-        yield "Steps", f"{facts.steps:,}{total}"
+        yield "Steps", facts.steps_text
     if facts.started is not None:
         again = f" in {facts.attempts} attempts" if facts.attempts > 1 else ""
         yield "Duration", duration(facts.duration) + again

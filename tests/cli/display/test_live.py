@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import delivery_status
 from rankzero.training.checkpoints import best_model
 from support.commands import TINY, Command
-from support.runs import append, ended, make_folder, saved, started
+from support.runs import append, ended, make_folder, saved, started, steps
 
 ODD = "val/a[/b]"
 REASON = "cannot read [/data/x.pt]: no key [train] of :key: [red]"
@@ -48,6 +49,18 @@ def test_text_like_markup_is_printed_as_it_is(
         and "--dir" in output
         and "[/root]" in output
     ), output
+
+
+def test_the_result_of_a_resumed_run_has_the_steps_of_all_attempts(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    console = Console(folder, Goal(ODD, "max"), folder.path)
+    with console:
+        append(folder, started(attempt=2, step=42), steps(43, 76), ended(metrics={"steps": 34}))
+    assert console.ended is not None
+    console.result(console.ended)
+    output = capsys.readouterr().out
+    assert re.search(r"steps +│ 76 of 100 ", output), output
 
 
 def test_run_with_odd_names_is_followed_to_its_end(
