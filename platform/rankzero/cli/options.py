@@ -10,9 +10,10 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from rankzero import config, experiment_file
+from rankzero import config, experiment_file, ranks
 from rankzero.catalog import filters, lookup
 from rankzero.errors import UserError
+from rankzero.experiment import Train
 from rankzero.launch import machines
 from rankzero.launch.machines import ALONE, Machines
 from rankzero.launch.request import with_changes
@@ -241,6 +242,21 @@ def check_settings(arguments: argparse.Namespace) -> None:
     # A job may continue a run.
     if not (arguments.run_name and lookup.find(arguments.dir / "runs", arguments.run_name)):
         refuse_new(type(experiment))
+        # Both of these may change what divides the batch.
+        if not (getattr(arguments, "start", None) or getattr(arguments, "over", None)):
+            _check_batch_size(arguments, experiment.train)
+
+
+def _check_batch_size(arguments: argparse.Namespace, train: Train) -> None:
+    """Raise UserError if the processes of a job, as far as known, cannot divide a batch."""
+    from rankzero.training.data.order import micro_batch_size  # it imports PyTorch
+
+    gpus = getattr(arguments, "gpus", None)
+    processes = arguments.nproc or ranks.default_count(train.strategy, gpus or 0)
+    # Slurm chooses the machines. What several can divide, one can divide, too.
+    least, most = (not arguments.slurm and getattr(arguments, "nnodes", None)) or (1, 1)
+    for count in range(least, most + 1):
+        micro_batch_size(train, ranks.shards(train.strategy, processes * count))
 
 
 def absolute(reference: str) -> str:

@@ -85,6 +85,7 @@ def test_a_job_gets_a_name_that_stays(capsys: pytest.CaptureFixture[str]) -> Non
     [
         (("submit", str(TINY)), "say where the job shall run"),
         ((*SLURM, "lx=1"), "unknown key 'lx'"),
+        ((*SLURM, "--nproc", "3", "train.batch_size=64"), "evenly among 3 processes"),
         ((*SLURM, "--nnodes", "2"), "-- --nodes 2"),
         ((*SLURM, "--nodes", "2"), "no option --nodes"),
     ],

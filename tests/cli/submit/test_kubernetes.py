@@ -50,7 +50,7 @@ def pod_of(job: dict[str, Any]) -> dict[str, Any]:
     [
         CLAIM,
         (*CLAIM, "--nnodes", "4", "--gpus", "8", "--cpus", "64", "--memory", "512Gi"),
-        ("--nnodes", "1:4", "--secret", "mlflow"),
+        ("--nnodes", "1:2", "--secret", "mlflow"),
         ("--tracking-uri", "http://mlflow:5000"),
     ],
     ids=" ".join,
@@ -119,6 +119,10 @@ def test_a_word_stays_text_in_any_version_of_yaml(
     ("words", "error"),
     [
         ((*KUBERNETES, *CLAIM, "lx=1"), "unknown key 'lx'"),
+        (
+            (*KUBERNETES, *CLAIM, "--gpus", "3", "--nnodes", "2", "train.batch_size=64"),
+            "evenly among 6 processes",
+        ),
         ((*KUBERNETES, *CLAIM, "--name", "My_Run"), "--name takes lower-case letters"),
         ((*KUBERNETES, *CLAIM, "--name", "a" * 53), "at most 52 characters"),
         ((*KUBERNETES, *CLAIM, "--rdzv-endpoint", "host:1"), "without --rdzv-endpoint"),
