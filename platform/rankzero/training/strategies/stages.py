@@ -91,7 +91,16 @@ def make_stage(
         raise UserError(f"split_points() names {missing[0]!r}, which the model does not have")
     cuts = dict.fromkeys(split_points, SplitPoint.BEGINNING)
     # A trace keeps the device it was made on.
-    whole = pipeline(model.to(device), mb_args=(example(),), split_spec=cuts)
+    model, given = model.to(device), example()
+    try:
+        whole = pipeline(model, mb_args=(given,), split_spec=cuts)
+    except RuntimeError as error:
+        # PyTorch hides the reason behind advice to call what RankZero calls. It may be pages long.
+        cause = error.__cause__ or error
+        why = str(cause).strip().partition("\n")[0] or type(cause).__name__
+        raise UserError(
+            f"train.strategy=pp cannot trace the model: {why}; use an nn.Sequential, or ddp or fsdp"
+        ) from error
     # Maps a stage to a weight's name in it. A module called in two stages has "@1" in its name.
     for names in whole.replicated_params:
         shared_weights.refuse([re.sub(r"@\d+", "", name) for name in names.values()], "pp")
