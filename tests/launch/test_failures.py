@@ -32,6 +32,34 @@ def test_the_kind_of_an_exception(error: Exception, kind: str) -> None:
     assert failures.describe(error, 0).kind is FailureKind(kind)
 
 
+GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:561] "
+NCCL = "NCCL error in: NCCLUtils.hpp:94, remote process exited or there was a network error"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_lost"),
+    [
+        (f"{GLOO}Connection closed by peer [127.0.0.1]:51925. GLHF!", True),
+        (f"{GLOO}Read error [127.0.0.1]:51925: Connection reset by peer", True),
+        (f"{NCCL}, NCCL version 2.27\nncclRemoteError: A call failed", True),
+        (f"{GLOO}Timed out waiting 1800000ms for recv operation", False),
+        ("the download failed: Connection reset by peer", False),
+    ],
+)
+def test_a_lost_rank_is_named_in_plain_words(
+    text: str, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    found = failures.describe(RuntimeError(text), 0)
+    lost = "another rank's process or machine was lost"
+    assert (found.reason == f"{lost}: see the output of the other machines") == is_lost
+    assert text in found.error
+    assert not failures.shows_lost_rank(ConnectionResetError(text))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert (failures.reason(RuntimeError(text)) == lost) == is_lost
+
+
 def test_the_kind_comes_from_the_cause_that_a_traceback_shows() -> None:
     def failed(suppressed: bool) -> BaseException:
         try:

@@ -10,12 +10,14 @@ import contextlib
 import dataclasses
 import enum
 import json
+import re
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rankzero import ranks
 from rankzero.config import ConfigError
 from rankzero.errors import NotFinite, UserError
 from rankzero.redaction.text import text_without_secrets
@@ -28,6 +30,10 @@ _OUT_OF_MEMORY_TEXTS = (
     "out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "DefaultCPUAllocator",
+)
+# gloo's and NCCL's, and no error of a download: a user's code may raise RuntimeErrors, too.
+_LOST_RANK = re.compile(
+    r"(gloo|NCCL).*(Connection (closed|reset) by peer|remote process exit)", re.DOTALL
 )
 _OUR_CODE = str(Path(__file__).parents[1])
 
@@ -79,9 +85,19 @@ def reason(error: BaseException) -> str:
     """Return one line: what happened, and where in the user's code."""
     if isinstance(error, (UserError, ConfigError, DescribedError)):
         return str(error)
+    if shows_lost_rank(error):
+        here = ranks.detect()
+        where = ": see the output of the other machines"
+        several = here.local_world_size < here.world_size
+        return f"another rank's process or machine was lost{where if several else ''}"
     text = f"{type(error).__name__}: {error}".rstrip(": ")
     place = place_of(traceback.extract_tb(error.__traceback__))
     return f"{text} ({place})" if place else text
+
+
+def shows_lost_rank(error: BaseException) -> bool:
+    """Return whether a collective failed because another rank's process has ended."""
+    return isinstance(error, RuntimeError) and bool(_LOST_RANK.search(str(error)))
 
 
 def parse(fields: Mapping[str, Any]) -> Failure:

@@ -95,5 +95,5 @@ def _root_cause(error: BaseException, world: World) -> failures.Failure:
     if not is_lost_connection(error):
         world.report_failure(own)
         return own
-    unknown = f"{own.reason} [another rank may have failed first]"
-    return world.first_failure() or dataclasses.replace(own, reason=unknown)
+    unknown = "" if failures.shows_lost_rank(error) else " [another rank may have failed first]"
+    return world.first_failure() or dataclasses.replace(own, reason=own.reason + unknown)
