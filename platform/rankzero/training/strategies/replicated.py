@@ -248,7 +248,8 @@ def ddp(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
 def zero1(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
     """Wrap the model in DDP, and divide the optimizer's state among the ranks (ZeRO-1).
 
-    Raises UserError if the optimizer's class needs arguments that are not in its `defaults`.
+    Raises UserError if the optimizer's class needs arguments that are not in its `defaults`, and
+    for parameters of several types.
     """
     whole = ddp(experiment, model, world)
     if not world.is_distributed:
@@ -274,5 +275,5 @@ def _divided(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         )
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"train.strategy=zero1 cannot divide {kind.__name__}: {error}; use ddp or fsdp"
+            f"train.strategy=zero1 cannot divide {kind.__name__}: {error}; use ddp"
         ) from error

@@ -80,7 +80,15 @@ class Sharded:
                 fsdp.set_requires_gradient_sync(True)
 
     def forward_backward(self, how: MicroBatchStep, batch: Any) -> Metrics:
-        return how.forward_backward(self.model, batch)
+        try:
+            return how.forward_backward(self.model, batch)
+        except AssertionError as error:
+            # FSDP looks at the types in the first forward.
+            if "uniform original parameter dtype" not in str(error):
+                raise
+            raise UserError(
+                f"train.strategy=fsdp cannot divide the model: {error}; use ddp"
+            ) from error
 
     def forward_metrics(self, how: MicroBatchStep, batch: Any) -> Mapping[str, Any]:
         return how.forward(self.model, batch)

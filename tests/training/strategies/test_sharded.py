@@ -1,0 +1,46 @@
+"""What FSDP refuses, in words that say what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from rankzero.errors import UserError
+from rankzero.ranks import Ranks
+from rankzero.training.distributed.world import World
+from rankzero.training.strategies.base import MicroBatchStep, Shard
+from rankzero.training.strategies.replicated import _divided
+from rankzero.training.strategies.sharded import Sharded
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def of_two_types() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2).bfloat16(), nn.Linear(2, 2))
+
+
+@pytest.mark.usefixtures("group")
+def test_a_model_of_several_types_is_refused_with_advice() -> None:
+    model = of_two_types()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.SGD(model.parameters())
+    strategy = Sharded(model, optimizer, Shard(0, 1), World(Ranks(), torch.device("cpu")))
+    how = cast(MicroBatchStep, SimpleNamespace(forward_backward=lambda model, x: model(x)))
+    with pytest.raises(UserError, match=r"fsdp cannot divide the model: .*; use ddp$"):
+        strategy.forward_backward(how, torch.ones(1, 2))
+    # zero1 refuses it, too, so neither names the other.
+    with pytest.raises(UserError, match=r"zero1 cannot divide SGD: .*; use ddp$"):
+        _divided(torch.optim.SGD(of_two_types().parameters()))
