@@ -18,7 +18,8 @@ from rankzero.ranks import Ranks
 from rankzero.training.distributed.world import World
 from rankzero.training.strategies.base import MicroBatchStep, Shard
 from rankzero.training.strategies.replicated import _divided
-from rankzero.training.strategies.sharded import Sharded
+from rankzero.training.strategies.sharded import Sharded, fsdp
+from support.training import tiny
 
 
 @pytest.fixture
@@ -44,3 +45,11 @@ def test_a_model_of_several_types_is_refused_with_advice() -> None:
     # zero1 refuses it, too, so neither names the other.
     with pytest.raises(UserError, match=r"zero1 cannot divide SGD: .*; use ddp$"):
         _divided(torch.optim.SGD(of_two_types().parameters()))
+
+
+def test_a_parameter_without_dimensions_is_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_parameter("logit_scale", nn.Parameter(torch.ones(())))
+    world = World(Ranks(world_size=2), torch.device("cpu"))
+    with pytest.raises(UserError, match=r"fsdp cannot divide logit_scale, .*torch\.ones\(1\)"):
+        fsdp(tiny(train__strategy="fsdp"), model, world)

@@ -149,7 +149,8 @@ def fsdp(experiment: Experiment, model: nn.Module, world: World) -> Sharded:
     """Shard the model: parameters, gradients and optimizer state.
 
     The units that are gathered, and compiled, together are the items of the outermost
-    `nn.Sequential`s and `nn.ModuleList`s. The rest of the model is one more unit.
+    `nn.Sequential`s and `nn.ModuleList`s. The rest of the model is one more unit. Raises UserError
+    for a parameter without dimensions.
     """
     # A unit that shares a weight with another part stays with the rest.
     parts = list(shared_weights.unshared(units(model), model)) if world.is_distributed else []
@@ -161,6 +162,11 @@ def fsdp(experiment: Experiment, model: nn.Module, world: World) -> Sharded:
             is_dynamic = None if experiment.train.drop_last else False
             part.forward = torch.compile(part.forward, dynamic=is_dynamic)
     if world.is_distributed:
+        if scalars := [name for name, p in model.named_parameters() if not p.ndim]:
+            raise UserError(
+                f"train.strategy=fsdp cannot divide {scalars[0]}, a parameter without dimensions: "
+                "give it one, as torch.ones(1) has, or use ddp"
+            )
         mesh = init_device_mesh(world.device.type, (world.size,))
         for unit in [*parts, model]:
             fully_shard(unit, mesh=mesh)  # also moves it to the device
