@@ -49,6 +49,8 @@ def test_one_run_on_one_device_and_every_strategy_on_several() -> None:
     ]
     assert names(["ddp", "fsdp"], [2, 1]) == ["ddp-1", "ddp-2", "fsdp-2"]
     assert [run.processes for run in strategy_runs(["single", "dp", "ddp"], [1, 4])] == [1, 1, 4]
+    # Of the default strategies, those that have a meaning are enough.
+    assert [run.name for run in strategy_runs(["single", "ddp"], [2], typed=False)] == ["ddp-2"]
 
 
 @pytest.mark.parametrize(
@@ -57,6 +59,7 @@ def test_one_run_on_one_device_and_every_strategy_on_several() -> None:
         (["dpp"], [1], "no strategy is called 'dpp': choose of single, dp"),
         (["ddp"], [0], "numbers of devices of at least 1"),
         (["single"], [2], "single is one device: add 1"),
+        (["single", "ddp", "tp"], [2], "single is one device: add 1"),
     ],
 )
 def test_invalid_strategies_or_devices_raise(

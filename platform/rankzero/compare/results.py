@@ -51,11 +51,14 @@ class StrategyResult:
     """The speed-up for each device: 1 is ideal."""
 
 
-def strategy_runs(strategies: Sequence[str], devices: Sequence[int]) -> list[StrategyRun]:
+def strategy_runs(
+    strategies: Sequence[str], devices: Sequence[int], *, typed: bool = True
+) -> list[StrategyRun]:
     """Return the runs to compare: one on one device, then each strategy on several devices.
 
-    The first is of `single` if that is among the strategies. Raises UserError for an unknown name
-    or an invalid number.
+    The first is of `single` if that is among the strategies. `typed`: the user chose the
+    strategies. Raises UserError for an unknown name or an invalid number, and for a typed `single`
+    without one device.
     """
     strategies = [name.strip() for name in strategies]
     unknown = [name for name in strategies if name not in _STRATEGIES]
@@ -70,8 +73,8 @@ def strategy_runs(strategies: Sequence[str], devices: Sequence[int]) -> list[Str
     several = [name for name in dict.fromkeys(strategies) if name != "single"]
     for count in sorted(set(devices) - {1}):
         found += [StrategyRun(name, count) for name in several]
-    if not found:
-        raise UserError("single is one device: add 1 to --nproc, or another strategy")
+    if typed and "single" in strategies and 1 not in devices:
+        raise UserError("single is one device: add 1 to --nproc, or choose other strategies")
     return found
 
 

@@ -31,17 +31,18 @@ def run(arguments: argparse.Namespace) -> int:
     from rankzero.compare.results import strategy_runs
 
     # Report mistakes before a process is started.
-    strategies = (arguments.strategies or "single,ddp").split(",")
+    typed = bool(arguments.strategies)
+    strategies = arguments.strategies.split(",") if typed else ["single", "ddp"]
     counts = options.device_counts(arguments.nproc or "1,2")
-    plan = strategy_runs(strategies, counts)
+    plan = strategy_runs(strategies, counts, typed=typed)
     settings = config.parse_assignments(arguments.settings)
     with search.host(arguments, processes=max(counts)) as host:
         described = host.describe(Question(arguments.experiment, settings, 1))
         # The defaults depend on the GPUs, which only the host may look for.
         if described.gpus:
-            strategies = strategies if arguments.strategies else ["single", "dp", "ddp"]
+            strategies = strategies if typed else ["single", "dp", "ddp"]
             counts = counts if arguments.nproc else [1, described.gpus]
-            plan = strategy_runs(strategies, counts)
+            plan = strategy_runs(strategies, counts, typed=typed)
         with _open_run(arguments, described) as study:
             rows, notes = runner.compare(study, host, described, plan, print_line)
     head, body = tables.table(rows)
