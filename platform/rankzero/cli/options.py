@@ -253,7 +253,7 @@ def _check_batch_size(arguments: argparse.Namespace, train: Train) -> None:
 
     gpus = getattr(arguments, "gpus", None)
     processes = arguments.nproc or ranks.default_count(train.strategy, gpus or 0)
-    # Slurm chooses the machines. What several can divide, one can divide, too.
+    # Slurm chooses the machines. One of them can divide a batch that several can divide.
     least, most = (not arguments.slurm and getattr(arguments, "nnodes", None)) or (1, 1)
     for count in range(least, most + 1):
         micro_batch_size(train, ranks.shards(train.strategy, processes * count))
