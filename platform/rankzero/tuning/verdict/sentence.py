@@ -101,7 +101,7 @@ def _confirmed(winner: Candidate, disturbed: int) -> str:
     text = f"Confirmed on {len(winner.runs)} new seeds."
     if disturbed:
         rounds = "1 round" if disturbed == 1 else f"{disturbed} rounds"
-        text += f" The search trained {rounds} again, because the machine's speed changed."
+        text += f" The search trained {rounds} again, because the machine's speed may have changed."
     return text
 
 
