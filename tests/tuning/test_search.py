@@ -9,10 +9,18 @@ import pytest
 
 from rankzero import Experiment
 from rankzero.config import override
-from rankzero.tuning.search import has_changed, helper_name, how_many_devices
+from rankzero.errors import UserError
+from rankzero.tuning.agreement import SPACE
+from rankzero.tuning.search import (
+    has_changed,
+    helper_name,
+    how_many_devices,
+    refuse_other_storage,
+)
 from rankzero.tuning.space import make_space
 from rankzero.tuning.study import open_study
 from rankzero.tuning.verdict.decide import Candidate
+from support.runs import make_folder
 
 
 @pytest.mark.parametrize(
@@ -56,3 +64,14 @@ def test_a_study_knows_the_code_that_it_began_with(tmp_path: Path) -> None:
     study = open_study(f"sqlite:///{tmp_path / 's.db'}", "s", sampler="tpe", pruner="none", seed=0)
     assert not has_changed(study, "one") and not has_changed(study, "one")
     assert has_changed(study, "another") and not has_changed(study, "one")
+
+
+def test_a_new_study_does_not_begin_in_the_run_of_another(tmp_path: Path) -> None:
+    study = open_study(f"sqlite:///{tmp_path / 's.db'}", "s", sampler="tpe", pruner="none", seed=0)
+    folder = make_folder(tmp_path, name="s")
+    refuse_other_storage(study, folder)
+    folder.add_child("s-t00")
+    with pytest.raises(UserError, match="in another --storage: give it, or --new"):
+        refuse_other_storage(study, folder)
+    study.note(SPACE, {})
+    refuse_other_storage(study, folder)

@@ -128,6 +128,7 @@ def run(setup: SearchSetup) -> SearchOutcome:
         pruner=setup.options.pruner,
         seed=setup.space.reference.train.seed,
     )
+    refuse_other_storage(study, RunFolder(setup.root / "runs" / study.name))
     space = space_of_version(study, setup.space, setup.options)
     setup = dataclasses.replace(setup, space=space)
     if has_changed(study, setup.described.code):
@@ -145,6 +146,14 @@ def run(setup: SearchSetup) -> SearchOutcome:
                 "machines --storage URL"
             )
         return _lead(setup, study, _like(setup, study)) if leads else _help(setup, study)
+
+
+def refuse_other_storage(study: Study, folder: RunFolder) -> None:
+    """Raise UserError for a new study if the run of its name has the trials of another one."""
+    if SPACE not in study.facts and folder.children:
+        raise UserError(
+            f"the trials of study {study.name} are in another --storage: give it, or --new"
+        )
 
 
 def has_changed(study: Study, code: str) -> bool:
