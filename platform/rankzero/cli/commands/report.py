@@ -68,19 +68,18 @@ def run(arguments: argparse.Namespace) -> int:
         _show_differences(sides, everything=arguments.all)
         return 0
     folder = lookup.find(runs, names[0])
-    if folder is None and not arguments.storage:
-        # A study may have its run on another disk, and its trials in a database of this one.
-        if (arguments.dir / "studies.db").exists():
-            with contextlib.suppress(UserError):
-                _show_study(arguments, names[0])
-                return 0
-        folder = named_runs.require(runs, names[0])
     # Only a study's run has this param.
-    is_study = folder is not None and "search.sampler" in read_summary(folder).params
-    if folder is None or arguments.storage or is_study:
-        _show_study(arguments, names[0] if folder is None else folder.path.name)
+    is_study = folder is None or "search.sampler" in read_summary(folder).params
+    name = names[0] if folder is None else folder.path.name
+    if arguments.storage:
+        _show_study(arguments, name)
         return 0
-    text = run_report.page(folder)
+    # A study may have its run on another disk, or its trials in another database.
+    if is_study and (arguments.dir / "studies.db").exists():
+        with contextlib.suppress(UserError):
+            _show_study(arguments, name)
+            return 0
+    text = run_report.page(folder or named_runs.require(runs, name))
     if is_interactive():
         table_console().print(_Page(text, code_theme="ansi_dark"))
     else:

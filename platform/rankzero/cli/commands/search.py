@@ -336,11 +336,17 @@ def _search(
         return RESUMABLE
     delivery_notes.print_delivery(outcome.folder, offline=arguments.offline)
     if outcome.use:
-        again = command(arguments.dir, "report", identity.name)
+        again = report_command(arguments.dir, identity.name, arguments.storage)
         where = look(identity.tracking_uri, arguments.dir)
         print_line(f"use:   {outcome.use}{command_lines.option(arguments.dir)}")
         print_line(f"look:  {where}   again: {again}")
     return RESUMABLE if outcome.is_leaderless else delivery_notes.exit_code(outcome.folder)
+
+
+def report_command(root: Path, study: str, storage: str | None) -> str:
+    """Return the command that shows a study. `storage`: its own, without a password, or None."""
+    words = ["--storage", text_without_secrets(storage)] if storage else []
+    return command(root, "report", study, *words)
 
 
 def _search_options(arguments: argparse.Namespace) -> SearchOptions:

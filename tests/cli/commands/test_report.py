@@ -1,0 +1,31 @@
+"""`rankzero report` on studies, and the command that names it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rankzero.cli.commands.search import report_command
+from rankzero.cli.main import main
+from support.runs import append, make_folder, started
+
+
+def test_a_study_that_has_no_trials_here_is_shown_as_its_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder(tmp_path, name="s")
+    append(folder, started(**{"search.sampler": "tpe"}))
+    folder.description.write_text("**The sweet spot reaches it.**\n")
+    for storage in ("missing", "another"):
+        assert main(["report", "s", "--dir", str(tmp_path)]) == 0, storage
+        assert "The sweet spot reaches it." in capsys.readouterr().out
+        # A database without this study.
+        (tmp_path / "studies.db").touch()
+    assert main(["report", "s", "--dir", str(tmp_path), "--storage", f"sqlite:///{tmp_path}/x"])
+
+
+def test_the_command_that_shows_a_study_names_its_storage(tmp_path: Path) -> None:
+    assert report_command(tmp_path, "s", None).endswith(f"report s --dir {tmp_path}")
+    found = report_command(tmp_path, "s", "postgresql://me:secret@db/studies")
+    assert "report s --storage" in found and "secret" not in found
