@@ -109,6 +109,9 @@ def test_a_name_of_mlflow_is_understood_where_a_run_is_continued_or_copied(
         assert experiment_of(main.parse([*words, name])).lr == 0.5  # type: ignore[attr-defined]
     with pytest.raises(UserError, match="--from nobody is not a file, nor in"):
         experiment_of(main.parse([*words, "nobody"]))
+    folder.config.unlink()
+    with pytest.raises(UserError, match="A study has a sweet spot once a configuration reached"):
+        experiment_of(main.parse([*words, "first"]))
 
 
 def test_only_new_makes_a_further_study_of_the_same_name(tmp_path: Path) -> None:

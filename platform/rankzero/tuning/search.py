@@ -44,7 +44,6 @@ from rankzero.tuning.probe.probe_map import Probe
 from rankzero.tuning.reports.study_run import (
     StudyRun,
     effects_markdown,
-    sweet_spot_yaml,
     texts_markdown,
     trials_markdown,
 )
@@ -106,7 +105,7 @@ class SearchOutcome:
     folder: RunFolder | None
     """The run of this process's part. None: it had none."""
     use: str = ""
-    """The command that trains with the sweet spot, if this process decided."""
+    """The command that trains with the sweet spot, if this process found one."""
     is_leaderless: bool = False
     """Whether the leader is gone, so that nobody will decide until a command does."""
 
@@ -194,9 +193,7 @@ def _lead(
         spent, launchers = time.monotonic() - began, _launchers(setup, run)
         session = Session(study, space, launchers, setup.options, notify, already_seconds=spent)
         verdict = session.run(*first_guesses(study))
-        setup = dataclasses.replace(
-            setup, use=setup.use + how_many_devices(space, verdict.winner, setup.described.gpus)
-        )
+        setup = dataclasses.replace(setup, use=_use(setup, space, verdict))
         confirmed, price = session.sound_confirmations(), study.facts.get(PRICE)
         devices = device_result(
             study.trials(), space, confirmed, price, verdict.winner.trial, measured
@@ -214,6 +211,12 @@ def _lead(
         )
         study.note(members.LEADER, "")
     return SearchOutcome(text, run.folder, setup.use)
+
+
+def _use(setup: SearchSetup, space: Space, verdict: Verdict) -> str:
+    """Return the command that trains with the sweet spot, or nothing without one."""
+    devices = how_many_devices(space, verdict.winner, setup.described.gpus)
+    return f"{setup.use}{devices}" if verdict.has_sweet_spot else ""
 
 
 def how_many_devices(space: Space, winner: Candidate, gpus: int) -> str:
@@ -379,14 +382,14 @@ def _report(
     tables = [texts_markdown(columns, rows) for _, columns, rows in devices.tables()]
     run.log_trials(trials)
     run.write_trials(trials)
-    run.write("sweet_spot.yaml", sweet_spot_yaml(space.experiment(chosen), text, setup.use))
+    run.write_sweet_spot(space.experiment(chosen), text, setup.use)
     # For `rankzero report`, which reads the study alone.
     study.note("objective", verdict.objective)
     study.note("sentence", text)
     study.note(WINNER, verdict.winner.trial)
     result = f"**{text}**\n\nObjective: {verdict.objective}.\n\n"
     details = f"{trials_markdown(trials)}\n\n{''.join(tables)}{effects_markdown(probe.effects)}"
-    use = f"Use it: `{setup.use}`\n"
+    use = f"Use it: `{setup.use}`\n" if setup.use else ""
     run.write_description(f"{result}{details}{use}")
     with run.drawing():
         from rankzero.tuning.reports import (

@@ -250,7 +250,8 @@ def test_trials_side_by_side_and_a_second_command_that_helps(rankzero: Command) 
     assert (
         "leads this study" in helped and "confirms and decides" in helped and "use:" not in helped
     )
-    assert "No configuration reached" in output and "use:" in output
+    assert "No configuration reached" in output and "look:" in output
+    assert "use:" not in output and not list(rankzero.folder.rglob("sweet_spot.yaml"))
     study = find_study(storage, "s")
     trials = [
         trial for trial in study.trials() if trial.number not in study.abandoned
@@ -292,7 +293,7 @@ def test_a_helper_without_a_leader_names_the_command_that_decides(rankzero: Comm
     assert helps.returncode == 75 and "has ended without a verdict" in helped, helped
     (again,) = re.findall(r"`[^`]*?rankzero (.*)`", helped.replace("\n", " "))
     code, output = rankzero(*shlex.split(again))
-    assert code == 0 and "use:" in output, output
+    assert code == 0 and "look:" in output, output
     store = f"sqlite:///{rankzero.folder / 'mlruns' / 'mlflow.db'}"
     runs = [run for run in list_runs(store) if run.name == "s"]
     assert [run.status for run in runs] == ["FINISHED"]

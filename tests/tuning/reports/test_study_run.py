@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+from rankzero import Experiment
 from rankzero.events import Event, StepsLogged
 from rankzero.tuning.reports.study_run import StudyRun
 from rankzero.tuning.trial import State, Trial, Trials
@@ -54,3 +57,12 @@ def test_each_trial_is_logged_once() -> None:
         run.log_trials(trials)
         trials.put(trial(1) if number == 0 else trial(number + 2))
     assert log.steps == [0, 1, 2, 3]
+
+
+def test_a_sweet_spot_of_an_earlier_session_does_not_stay(tmp_path: Path) -> None:
+    log = SimpleNamespace(folder=SimpleNamespace(artifacts=tmp_path))
+    run = StudyRun(cast("Any", log), {})
+    run.write_sweet_spot(Experiment(), "It won.", "rankzero train x.py --from s")
+    assert "# Use it: rankzero train" in (tmp_path / "sweet_spot.yaml").read_text()
+    run.write_sweet_spot(Experiment(), "Nobody won.", "")
+    assert not list(tmp_path.iterdir())

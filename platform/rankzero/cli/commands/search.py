@@ -336,9 +336,11 @@ def _search(
         return RESUMABLE
     delivery_notes.print_delivery(outcome.folder, offline=arguments.offline)
     if outcome.use:
+        print_line(f"use:   {outcome.use}{command_lines.option(arguments.dir)}")
+    # A helper's part has a run of its own.
+    if outcome.folder.path.name == identity.name:
         again = report_command(arguments.dir, identity.name, arguments.storage)
         where = look(identity.tracking_uri, arguments.dir)
-        print_line(f"use:   {outcome.use}{command_lines.option(arguments.dir)}")
         print_line(f"look:  {where}   again: {again}")
     return RESUMABLE if outcome.is_leaderless else delivery_notes.exit_code(outcome.folder)
 

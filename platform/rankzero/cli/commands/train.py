@@ -92,6 +92,11 @@ def experiment_of(arguments: argparse.Namespace, machines: Machines = ALONE) -> 
         if saved.is_file():
             start = config.override(experiment, with_secrets(config.read_file(saved), settings))
             return with_changes(start, settings)
+    if len(places) > 1:
+        raise UserError(
+            f"--from {arguments.start}: neither sweet_spot.yaml nor config.yaml is in "
+            f"{places[1].parent}. A study has a sweet spot once a configuration reached its target"
+        )
     raise UserError(
         f"--from {arguments.start} is not a file, nor in {arguments.dir} a run, or a study with a "
         "sweet spot"

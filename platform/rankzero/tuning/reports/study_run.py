@@ -154,6 +154,13 @@ class StudyRun:
         csv.writer(table).writerows([_COLUMNS, *rows])
         self.write("trials.csv", table.getvalue())
 
+    def write_sweet_spot(self, experiment: Experiment, verdict: str, command: str) -> None:
+        """Write the best configuration, which the command trains, or remove it without one."""
+        # An earlier session may have found one, with other challengers.
+        (self.folder.artifacts / "sweet_spot.yaml").unlink(missing_ok=True)
+        if command:
+            self.write("sweet_spot.yaml", sweet_spot_yaml(experiment, verdict, command))
+
     def write_probe(self, measured: Sequence[ProbeResult], effects: Sequence[Effect]) -> None:
         """Write the probe map as a table, and the effects of knobs if there are any."""
         cells = [{**dataclasses.asdict(one), "bound": one.bound} for one in measured]

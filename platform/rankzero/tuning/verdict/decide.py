@@ -121,6 +121,11 @@ class Verdict:
     nearest: int | None = None
     """The challenger that `gain` belongs to."""
 
+    @property
+    def has_sweet_spot(self) -> bool:
+        """Return whether the winner is worth training with: it reached the quality once, or won."""
+        return self.beaten or bool(self.winner.values)
+
 
 def decide(
     objective: Name,
