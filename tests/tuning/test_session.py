@@ -535,6 +535,18 @@ def test_a_reference_that_diverges_sets_no_target_for_quality(search: Searcher) 
     assert study.facts["target"] is None and study.trials()[1].feasible
 
 
+def test_a_goal_that_is_nan_ends_the_search_after_the_reference(search: Searcher) -> None:
+    class Blind(FakeLauncher):
+        def quality(self, experiment: Experiment, samples: float) -> float:
+            return math.nan
+
+    launcher = Blind()
+    for _ in range(2):
+        with pytest.raises(RunFailed, match="val/accuracy was NaN in every evaluation"):
+            search(launcher)
+    assert len(launcher.started) == 1
+
+
 def test_a_reference_that_crashes_is_not_said_to_need_a_target(search: Searcher) -> None:
     with pytest.raises(RunFailed) as raised:
         search(FakeLauncher(lambda number, _: "crash"))

@@ -152,6 +152,13 @@ class Session:
                 if last.state == "PRUNED":
                     text += ". With a goal.target, a search continues without it"
                 raise RunFailed(text)
+        own = self._reference()
+        if own is not None and own.state == "COMPLETE" and "best" not in own.facts:
+            name = self._space.reference.goal.metric
+            raise RunFailed(
+                f"{name} was NaN in every evaluation of your own configuration, so there is "
+                "nothing to compare with"
+            )
 
     def _reference_job(self) -> TrialJob:
         own = self._space.reference_parameters()

@@ -75,7 +75,7 @@ def test_the_sentence_names_edges_and_rounds_that_were_trained_again() -> None:
 
 def test_nobody_is_told_to_keep_what_was_never_evaluated() -> None:
     found = decide("time-to-target", candidate(0, None), [])
-    assert sentence(found, GOAL, 0.97, 60.0).startswith("No configuration was trained up to its")
+    assert sentence(found, GOAL, 0.97, 60.0).startswith("No configuration has a value of val")
 
 
 def whole(found: Candidate, cost: float) -> Candidate:

@@ -33,8 +33,7 @@ def sentence(
     took = f"The search took {f'{search_seconds:.0f} s' if short else f'{minutes:.0f} min'}"
     if closest is None and not winner.reached:
         return (
-            f"No configuration was trained up to its first evaluation. {took}. The trials have the "
-            "reasons."
+            f"No configuration has a value of {goal.metric}. {took}. The trials have the reasons."
         )
     # Without a region, nobody reached the quality often enough to be compared.
     if closest is not None and not winner.costs and not verdict.region:
