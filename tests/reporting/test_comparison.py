@@ -96,5 +96,8 @@ def test_the_commands_that_repeat_a_run() -> None:
     assert commands(begun(train), exact) == commands(begun(train))
     trial = begun("rankzero search x.py --trials 3", rankzero__experiment_file="x.py")
     assert commands(trial) == ["rankzero train x.py --from mine --nproc 1"]
+    study = started(**{"search.sampler": "tpe"})
+    study = dataclasses.replace(study, environment={"rankzero.command": "rankzero search x.py"})
+    assert commands(study) == ["rankzero search x.py"]
     assert commands(begun("train.py --lr 3")) == ["python train.py --lr 3"]
     assert commands(started()) == []

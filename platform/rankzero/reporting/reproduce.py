@@ -40,6 +40,8 @@ def _repeated(command: list[str], name: str, again: str, facts: Facts) -> list[s
         return [*command, *([_RUN_NAME[0], again] if again else [])]
     if command[:2] == ["rankzero", "resume"]:
         return [again if word == name else word for word in command]
+    if "search.sampler" in facts.params:
+        return command  # The study itself.
     if command[:1] == ["rankzero"]:
         # A child run: the recorded command made many runs.
         file = facts.environment.get("rankzero.experiment_file", "EXP")

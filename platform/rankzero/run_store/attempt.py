@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rankzero.errors import UserError
-from rankzero.events import Event, RunEnded
+from rankzero.events import Event, RunEnded, Status
 from rankzero.redaction.text import text_without_secrets
 from rankzero.run_store import disk, run_locks
 from rankzero.run_store.folder import RunFolder
@@ -156,9 +156,13 @@ def sync_pictures(folder: RunFolder) -> None:
 
 
 def append_run_ended(
-    folder: RunFolder, since: float, reason: str = DIED_WITHOUT_END, at: float | None = None
+    folder: RunFolder,
+    since: float,
+    reason: str = DIED_WITHOUT_END,
+    at: float | None = None,
+    status: Status = "FAILED",
 ) -> None:
-    """Append the RunEnded that a dead rank 0 could not: FAILED, at the time `at` or now.
+    """Append the RunEnded that a dead rank 0 could not, at the time `at` or now.
 
     The first failure that any rank has written since `since` gives the reason, else `reason` does.
     The caller has synced the pictures, because the end syncs the journal that names them.
@@ -175,7 +179,7 @@ def append_run_ended(
         (failure for failure in failures if failure[0] >= since), default=(0.0, reason, "")
     )
     journal = Journal(folder.events)
-    journal(RunEnded(at or time.time(), "FAILED", why, error or None, {}))
+    journal(RunEnded(at or time.time(), status, why, error or None, {}))
     journal.close()
 
 

@@ -185,7 +185,10 @@ def test_a_search_of_numbers_of_devices_and_what_they_cost(rankzero: Command) ->
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
-def test_ctrl_c_keeps_the_study_and_the_same_command_resumes_it(rankzero: Command) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_keeps_the_study_and_the_same_command_resumes_it(
+    rankzero: Command, number: signal.Signals
+) -> None:
     words = (
         *("search", TINY, "train.epochs=15", "step_seconds=0.01", "goal.target=0.999"),
         *("--nproc", 2, "--trials", 3, "--no-probe", "--study", "s", "--seeds", 2),
@@ -193,11 +196,13 @@ def test_ctrl_c_keeps_the_study_and_the_same_command_resumes_it(rankzero: Comman
     )
     process = rankzero.start(*words)
     trial = rankzero.wait_for_step(20, "s-t01")
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does; the search forwards it
-    assert process.wait(60) == 1
+    # As a terminal does, and a service manager; the search forwards it.
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+    output, _ = process.communicate(timeout=60)
+    assert process.wait() == 75 and "search" in output.rpartition("interrupted: `")[2], output
     assert gone(rankzero.folder)
     ended = last_end(trial)
-    assert ended is not None and ended.reason.startswith("stopped by Ctrl-C at step")
+    assert ended is not None and ended.reason.startswith("stopped by ")
     runs = mlflow_runs(rankzero.folder)
     assert (runs["s"].status, runs["s-t00"].status, runs["s-t01"].status) == (
         "KILLED",
@@ -321,6 +326,15 @@ def test_trials_side_by_side_divide_a_containers_quota(monkeypatch: pytest.Monke
     assert all(len(set(search.own_cores(f"pod-{number}"))) == 4 for number in range(4))
     monkeypatch.setattr(search, "core_count", lambda: 16)
     assert search.own_cores("pod-1") == list(range(16))
+
+
+def test_sigterm_stops_a_search_as_ctrl_c_does_and_once() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with search._stop_signals():
+        with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGHUP)
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def at_once(folders: list[Path]) -> int:

@@ -12,10 +12,11 @@ import json
 import math
 import os
 import shlex
+import signal
 import socket
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from rankzero.cli.launch_run import libraries_of
 from rankzero.errors import RESUMABLE, UserError
 from rankzero.events import RunStarted
 from rankzero.experiment import Experiment
+from rankzero.launch.signals import handled_signals
 from rankzero.mlflow_store import uris
 from rankzero.redaction.text import text_without_secrets
 from rankzero.reporting import reproduce
@@ -125,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     chosen = _search_options(arguments)
-    with closed_together() as hosts:
+    with _stop_signals(), closed_together() as hosts:
         first = _make_host(arguments)
         hosts.append(first)
         described, space = described_space(arguments, first)
@@ -139,6 +141,27 @@ def run(arguments: argparse.Namespace) -> int:
         found = shares(arguments.parallel, max(space.devices), described.gpus, cores, os.environ)
         hosts += [_make_host(arguments, share) for share in found]
         return _search(arguments, chosen, hosts, described, space)
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP stop the search as Ctrl-C does, once. Main thread only."""
+
+    def stop(number: int, _frame: object) -> None:
+        # A service manager sends both. The second must not end the stop.
+        for one in before:
+            signal.signal(one, lambda _number, _frame: None)
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    numbers = handled_signals([signal.SIGTERM, signal.SIGHUP])
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def own_cores(host: str) -> list[int]:
@@ -328,7 +351,11 @@ def _search(
     where = f"{'/'.join(map(str, space.devices))} x {described.device}"
     where += f", {space.machines} machines" if space.machines > 1 else ""
     print_line(f"study  {identity.name}  ({arguments.objective}, {where})")
-    outcome = search.run(setup)
+    try:
+        outcome = search.run(setup)
+    except KeyboardInterrupt:
+        print(f"interrupted: `{setup.again}` continues the study", file=sys.stderr)
+        return RESUMABLE
     print_line(f"\n{outcome.text}")
     if is_interactive():
         text_console().bell()

@@ -155,7 +155,11 @@ class LaunchedTrial:
         sync_pictures(self._folder)
         with run_locks.exclusive_end(self._folder):
             if lookup.last_end(self._folder) is None:
-                append_run_ended(self._folder, 0.0)
+                if self._stop_by and self.failure is None:
+                    why = "stopped with its search before it began"
+                    append_run_ended(self._folder, 0.0, why, status="KILLED")
+                else:
+                    append_run_ended(self._folder, 0.0)
 
 
 def await_end(folder: RunFolder) -> None:
