@@ -12,11 +12,11 @@ from rankzero.launch.request import make_folder
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.tuning.options import default_storage
 from rankzero.tuning.places.remote_host import RemoteHost
-from rankzero.tuning.session import CONFIRMATIONS
 from rankzero.tuning.study import find_study
 from rankzero.tuning.trials import describe
 from rankzero.tuning.trials.follower import run_alone
 from rankzero.tuning.trials.launcher import LaunchedTrial, TrainLauncher
+from rankzero.tuning.verdict.confirm import CONFIRMATIONS
 from support.commands import TINY, last_end, losses, wait_until
 
 # A search of values that do not depend on time, so that two of them are equal.

@@ -47,13 +47,14 @@ from rankzero.tuning.reports.study_run import (
     texts_markdown,
     trials_markdown,
 )
-from rankzero.tuning.session import DISTURBED, TARGET, Session
+from rankzero.tuning.session import TARGET, Session
 from rankzero.tuning.space import BATCH, Space
 from rankzero.tuning.study import OWNER, Study, decided_studies, find_study, open_study
 from rankzero.tuning.trial import Trials
 from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.host import Host
 from rankzero.tuning.trials.launcher import TrainLauncher
+from rankzero.tuning.verdict.confirm import DISTURBED
 from rankzero.tuning.verdict.cost import DeviceResult, device_result
 from rankzero.tuning.verdict.decide import Candidate, Verdict
 from rankzero.tuning.verdict.sentence import sentence

@@ -28,11 +28,11 @@ from rankzero.tuning.trials import follower
 from rankzero.tuning.trials.follower import TrialJob, TrialPool, TrialResult
 from rankzero.tuning.trials.launcher import TrainLauncher
 from rankzero.tuning.verdict import confirm
+from rankzero.tuning.verdict.confirm import CONFIRMATIONS, DISTURBED
 from rankzero.tuning.verdict.decide import LOOKS, Verdict, decide, second_look
 
-CONFIRMATIONS, DISTURBED, TARGET = "confirmations", "disturbed", "target"
-"""Facts of a study: the confirmation runs, the seeds of those that were trained again because the
-machine's speed changed or may have, and the quality that trials must reach."""
+TARGET = "target"
+"""A fact of a study: the quality that trials must reach."""
 _TRIALS_ENDED = "trials_ended"
 """A fact of a study: the leader that starts no trials any more, and wants none of helpers."""
 _MOST_REPEATS = 50  # draws of known configurations in a row, before the space counts as exhausted
@@ -466,8 +466,7 @@ class Session:
 
     def sound_confirmations(self) -> list[dict[str, Any]]:
         """Return the confirmations without the rounds that were trained again."""
-        disturbed = self._study.facts.get(DISTURBED, [])
-        return [run for run in self._confirmations() if run["seed"] not in disturbed]
+        return confirm.sound(self._study.facts)
 
     def _confirmation_job(self, trial: Trial, seed: int) -> TrialJob:
         objective = self._objective

@@ -8,6 +8,8 @@ import pytest
 
 from rankzero.cli.commands.search import report_command
 from rankzero.cli.main import main
+from rankzero.tuning.study import open_study
+from rankzero.tuning.verdict.confirm import CONFIRMATIONS, DISTURBED
 from support.runs import append, make_folder, started
 
 
@@ -23,6 +25,22 @@ def test_a_study_that_has_no_trials_here_is_shown_as_its_page(
         # A database without this study.
         (tmp_path / "studies.db").touch()
     assert main(["report", "s", "--dir", str(tmp_path), "--storage", f"sqlite:///{tmp_path}/x"])
+
+
+def test_a_report_leaves_out_rounds_that_were_trained_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"sqlite:///{tmp_path / 's.db'}"
+    study = open_study(url, "s", sampler="tpe", pruner="none", seed=0)
+    runs = ((1000, 1.5), (1001, 77.0), (1006, 2.5))
+    study.note(
+        CONFIRMATIONS,
+        [{"trial": 0, "seed": seed, "value": value, "quality": 1.0} for seed, value in runs],
+    )
+    study.note(DISTURBED, [1001])
+    assert main(["report", "s", "--dir", str(tmp_path), "--storage", url]) == 0
+    shown = capsys.readouterr().out
+    assert "confirmed  trial   0: 1.5, 2.5" in shown and "77" not in shown
 
 
 def test_the_command_that_shows_a_study_names_its_storage(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from rankzero.experiment import Goal
 from rankzero.run_store.folder import RunFolder
 from rankzero.tuning.options import default_storage
 from rankzero.tuning.probe.grid import ProbeResult
-from rankzero.tuning.session import CONFIRMATIONS
 from rankzero.tuning.study import open_study
+from rankzero.tuning.verdict.confirm import CONFIRMATIONS
 from support.runs import T0, append, ended, evaluated, make_folder, saved, started, steps
 
 WIDTHS = (60, 80, 100, 200)

@@ -126,9 +126,8 @@ def _show_study(arguments: argparse.Namespace, name: str) -> None:
     # Optuna takes a second to import, and a report on a run does not need it.
     from rankzero.tuning.options import default_storage
     from rankzero.tuning.reports.study_run import SHOWN_COLUMNS, texts_of
-    from rankzero.tuning.session import CONFIRMATIONS
     from rankzero.tuning.study import find_study
-    from rankzero.tuning.verdict.confirm import by_trial
+    from rankzero.tuning.verdict.confirm import by_trial, sound
 
     storage = arguments.storage or default_storage(arguments.dir)
     study = find_study(storage, name)
@@ -139,7 +138,7 @@ def _show_study(arguments: argparse.Namespace, name: str) -> None:
     for trial in trials:
         if reason := trial.facts.get("reason"):
             terminal.print(Text(f"trial {trial.number:3}: {reason}"))
-    for number, runs in by_trial(facts.get(CONFIRMATIONS, [])).items():
+    for number, runs in by_trial(sound(facts)).items():
         texts = ["missed" if run.value is None else shown(abs(run.value)) for run in runs]
         terminal.print(Text(f"confirmed  trial {number:3}: {', '.join(texts)}"))
     if "objective" in facts:

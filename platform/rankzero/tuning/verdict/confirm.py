@@ -25,6 +25,9 @@ MISSED = 4.0
 """Times the steps of its trial: so long is one trained again, at most, that reached the quality."""
 _FEWEST_ROUNDS = 3  # to know what is usual
 _DISTURBANCE, _MUCH = 0.05, 4.0  # relative; times the usual disturbance
+CONFIRMATIONS, DISTURBED = "confirmations", "disturbed"
+"""Facts of a study: the confirmation runs, and the seeds of those that were trained again because
+the machine's speed changed or may have."""
 Stored = Sequence[Mapping[str, Any]]
 """Confirmations as the study stores them: the fields of `ConfirmationRun`."""
 
@@ -83,6 +86,12 @@ def factor_to_lead(
     if best is None or not first or not mean:
         return MISSED
     return max(CLEARLY_WORSE, best * (best / mean) ** seeds / first)
+
+
+def sound(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a study's confirmations without the rounds that were trained again."""
+    replaced = facts.get(DISTURBED, [])
+    return [run for run in facts.get(CONFIRMATIONS, []) if run["seed"] not in replaced]
 
 
 def as_run(
