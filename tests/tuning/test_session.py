@@ -950,7 +950,8 @@ class LuckyReference(FakeLauncher):
 
 
 def test_nothing_beats_a_reference_for_missing_its_own_target(search: Searcher) -> None:
-    found, _, _, _ = search(LuckyReference(), OwnTarget(), trials=4)
+    found, _, _, lines = search(LuckyReference(), OwnTarget(), trials=4)
+    assert all(", width " in line for line in lines if line.startswith("trial")), lines
     assert found.reference.share == pytest.approx(1 / 3) and not found.beaten
 
 

@@ -21,7 +21,7 @@ from rankzero.tuning.budget import REFERENCE_SECONDS, Budget
 from rankzero.tuning.learning_curve import LearningCurve
 from rankzero.tuning.objective import TO_TARGET, Objective, target_quality
 from rankzero.tuning.options import SearchOptions
-from rankzero.tuning.space import Space, devices_text, number_text
+from rankzero.tuning.space import Space, devices_text, number_text, settings_text
 from rankzero.tuning.study import FIRST_RUNG, RUNGS, Study
 from rankzero.tuning.trial import REPEAT, Trial
 from rankzero.tuning.trials import follower
@@ -347,6 +347,7 @@ class Session:
         self._study.tell(number, result.state, result.value, result.constraints, facts)
         self._keep_time()
         what = f"batch {facts['batch_size']}, {facts['precision']}, lr {facts['lr']:.2g}"
+        what = ", ".join(filter(None, (what, settings_text(self._study.known[number].own))))
         what += f", {devices_text(devices)}" if len(self._space.devices) > 1 else ""
         line = f"trial {number:3}  {what:34} {result.state.lower():9}"
         line += "" if result.value is None else f"  value {self._objective.text(result.value)}"

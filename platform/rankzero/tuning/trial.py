@@ -8,7 +8,7 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
 
-from rankzero.tuning.space import DEVICES, FACTOR
+from rankzero.tuning.space import BATCH_INDEX, DEVICES, FACTOR, PRECISION, SPEED
 
 State = Literal["COMPLETE", "PRUNED", "FAIL", "RUNNING", "WAITING"]
 REPEAT = "same_as"
@@ -37,6 +37,12 @@ class Trial:
         return self.state == "COMPLETE" and all(
             violation <= 0 for violation in self.constraints.values()
         )
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """Return the settings that the experiment's own `search` varied, or a knob added."""
+        known = (BATCH_INDEX, DEVICES, FACTOR, PRECISION, SPEED)
+        return {name: value for name, value in self.parameters.items() if name not in known}
 
     @property
     def rank(self) -> float:

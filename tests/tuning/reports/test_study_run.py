@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 from rankzero import Experiment
 from rankzero.events import Event, StepsLogged
-from rankzero.tuning.reports.study_run import StudyRun
+from rankzero.run_store.folder import RunFolder
+from rankzero.tuning.reports.study_run import StudyRun, trials_markdown
 from rankzero.tuning.trial import State, Trial, Trials
 
 
@@ -66,3 +69,20 @@ def test_a_sweet_spot_of_an_earlier_session_does_not_stay(tmp_path: Path) -> Non
     assert "# Use it: rankzero train" in (tmp_path / "sweet_spot.yaml").read_text()
     run.write_sweet_spot(Experiment(), "Nobody won.", "")
     assert not list(tmp_path.iterdir())
+
+
+def test_tables_of_trials_have_the_searched_settings_and_the_seeds(tmp_path: Path) -> None:
+    trials = [
+        dataclasses.replace(
+            trial(n), parameters={"lr_factor": 1.0, "width": n}, facts={"lr": 0.1, "seeds": 3}
+        )
+        for n in (16, 32)
+    ]
+    run = StudyRun(cast("Any", SimpleNamespace(folder=RunFolder(tmp_path))), {})
+    run.write_trials(trials)
+    table = json.loads((tmp_path / "artifacts/trials.json").read_text())
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    assert [(row["width"], row["seeds"]) for row in rows] == [(16, 3), (32, 3)]
+    first, _, row = trials_markdown(trials).splitlines()[:3]
+    assert "width" in first and "seeds" in first and "16" in row
+    assert "width" in (tmp_path / "artifacts/trials.csv").read_text().splitlines()[0]

@@ -125,15 +125,17 @@ def _show_study(arguments: argparse.Namespace, name: str) -> None:
     """Print a study's trials and its verdict. Raises UserError if there is no such study."""
     # Optuna takes a second to import, and a report on a run does not need it.
     from rankzero.tuning.options import default_storage
-    from rankzero.tuning.reports.study_run import SHOWN_COLUMNS, texts_of
+    from rankzero.tuning.reports.study_run import SHOWN_COLUMNS, own_settings, texts_of
     from rankzero.tuning.study import find_study
     from rankzero.tuning.verdict.confirm import by_trial, sound
 
     storage = arguments.storage or default_storage(arguments.dir)
     study = find_study(storage, name)
     trials, facts, terminal = study.trials(), study.facts, table_console()
-    head = [_SHORT.get(column, column) for column in SHOWN_COLUMNS]
-    print_table(f"{study.name}: {len(trials)} trials", head, map(texts_of, trials))
+    own = own_settings(trials)
+    head = [*(_SHORT.get(column, column) for column in SHOWN_COLUMNS), *own]
+    rows = [texts_of(trial, own) for trial in trials]
+    print_table(f"{study.name}: {len(trials)} trials", head, rows)
     # In a column of its own, a reason would leave no room for the numbers.
     for trial in trials:
         if reason := trial.facts.get("reason"):

@@ -28,9 +28,10 @@ from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.probe.speed_knobs import EFFECT_COLUMNS, Effect
 from rankzero.tuning.trial import Trial, Trials
 
-_RESULT_COLUMNS = ("trial", "state", "value", "best", "samples_per_second")
+_RESULT_COLUMNS = ("trial", "state", "value", "seeds", "best", "samples_per_second")
 SHOWN_COLUMNS = (*_RESULT_COLUMNS, "batch_size", "precision", "lr", "devices")
-"""Columns for people: in the run's description, and in the terminal."""
+"""Columns for people: in the run's description, and in the terminal. `seeds`: the value is a mean
+over so many."""
 _COLUMNS = (
     *SHOWN_COLUMNS,
     "train_seconds",
@@ -148,10 +149,11 @@ class StudyRun:
 
     def write_trials(self, trials: Sequence[Trial]) -> None:
         """Write the trials as tables: for MLflow's artifact viewer, and for spreadsheets."""
-        rows = [list(_row_of(trial).values()) for trial in trials]
-        self.write_table("trials.json", _COLUMNS, rows)
+        own = own_settings(trials)
+        rows = [[*_row_of(trial).values(), *map(trial.own.get, own)] for trial in trials]
+        self.write_table("trials.json", [*_COLUMNS, *own], rows)
         table = io.StringIO()
-        csv.writer(table).writerows([_COLUMNS, *rows])
+        csv.writer(table).writerows([[*_COLUMNS, *own], *rows])
         self.write("trials.csv", table.getvalue())
 
     def write_sweet_spot(self, experiment: Experiment, verdict: str, command: str) -> None:
@@ -180,20 +182,27 @@ def _row_of(trial: Trial) -> dict[str, Any]:
     return {column: known.get(column) for column in _COLUMNS}
 
 
-def texts_of(trial: Trial) -> list[str]:
-    """Return a trial's values of `SHOWN_COLUMNS` as text."""
+def own_settings(trials: Sequence[Trial]) -> list[str]:
+    """Return the names of all settings in the trials' `own`: further columns of a table."""
+    return list(dict.fromkeys(name for trial in trials for name in trial.own))
+
+
+def texts_of(trial: Trial, own: Sequence[str] = ()) -> list[str]:
+    """Return a trial's values of `SHOWN_COLUMNS`, and of its `own` settings, as text."""
     row = _row_of(trial)
-    values = ["" if row[column] is None else row[column] for column in SHOWN_COLUMNS]
-    return [shown(one) if isinstance(one, float) else str(one) for one in values]
+    values = [*(row[column] for column in SHOWN_COLUMNS), *map(trial.own.get, own)]
+    texts = [shown(one) if isinstance(one, float) else str(one) for one in values]
+    return ["" if one is None else text for one, text in zip(values, texts, strict=True)]
 
 
 def trials_markdown(trials: Sequence[Trial]) -> str:
     """Return the trials as a Markdown table, the best first. Those that missed the bar follow."""
+    own = own_settings(trials)
     head = [name.replace("_per_second", "/s").replace("_", " ") for name in SHOWN_COLUMNS]
     ranked = sorted(
         trials, key=lambda one: (one.value is None, not one.feasible, one.rank, one.number)
     )
-    return markdown.table(head, map(texts_of, ranked))
+    return markdown.table([*head, *own], [texts_of(one, own) for one in ranked])
 
 
 def effects_markdown(effects: Sequence[Effect]) -> str:
