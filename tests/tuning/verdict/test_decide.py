@@ -268,6 +268,13 @@ def test_more_seeds_and_less_noise_show_smaller_gains() -> None:
     assert detectable(0.0, 3, 3) == pytest.approx(0.03, abs=0.001), "less is not worth it"
 
 
+def test_among_equals_that_cost_the_same_the_fastest_wins() -> None:
+    own = candidate(0, 100.0, 101.0, 102.0)
+    slower, faster = candidate(1, 50.5, 51.0, 51.5), candidate(2, 50.0, 50.5, 51.0)
+    found = decide("time-to-target", own, [slower, faster])
+    assert found.region == (1, 2) and found.winner.trial == 2
+
+
 def test_among_equals_the_cheapest_wins() -> None:
     equal = [
         candidate(1, 12.0, 12.1, 12.2, batch_size=512, memory=9e9),

@@ -150,7 +150,7 @@ def decide(
     region = [
         one for one in better or able if scale.mean(one) <= scale.mean(best) + scale.near(one, best)
     ]
-    winner = min(region, key=_cost) if better else reference
+    winner = min(region, key=lambda one: (*_cost(one), scale.mean(one))) if better else reference
     nearest = winner if better else min(able, key=scale.mean, default=reference)
     verdict = Verdict(
         objective=objective,
@@ -351,7 +351,7 @@ class _Scale:
 def _cost(candidate: Candidate) -> tuple[float, ...]:
     """Return the order among equals: the most reliable, then the cheapest.
 
-    That is: fewest devices, least memory, energy, and batch size.
+    That is: fewest devices, least memory, energy, and batch size. The faster one of a tie wins.
     """
     return (
         len(candidate.runs) - len(candidate.values),
