@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rankzero.catalog.filters import parse, select
+from rankzero.catalog.filters import candidates, parse, select
 from rankzero.catalog.summary import Details, Summary
 from rankzero.errors import UserError
 
@@ -85,3 +85,16 @@ def test_a_key_that_no_run_has_is_an_error() -> None:
     with pytest.raises(UserError, match="no run has 'zzz'; `rankzero runs --json` has all"):
         select([ONE], [parse("zzz=1")])
     assert select([], [parse("loss<1")], "lr") == []
+
+
+def test_a_condition_on_a_run_or_a_parent_finds_children() -> None:
+    child = ONE._replace(name="s-t00", parent="s")
+
+    def found(*words: str, everything: bool = False) -> list[str]:
+        conditions = [parse(word) for word in words]
+        among = candidates([ONE, child], conditions, everything=everything)
+        return [run.name for run in select(among, conditions)]
+
+    assert found("parent=s") == found("run=s-t00") == ["s-t00"]
+    assert found() == found("run!=x") == [ONE.name]
+    assert found("run!=x", everything=True) == [ONE.name, "s-t00"]

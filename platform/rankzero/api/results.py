@@ -44,9 +44,10 @@ def runs(
     """
     import pandas
 
-    # A search's trials are many, and children of its run.
-    listed = [run for run in lookup.listed(root_of(dir) / "runs") if all or run.parent is None]
-    found = selection.select(listed, map(selection.parse, filters), sort)
+    conditions = [selection.parse(text) for text in filters]
+    listed = lookup.listed(root_of(dir) / "runs")
+    among = selection.candidates(listed, conditions, everything=all)
+    found = selection.select(among, conditions, sort)
     rows = [
         {name: getattr(run, name) for name in _COLUMNS}
         | {f"params.{key}": value for key, value in run.params.items()}

@@ -95,6 +95,17 @@ def parse(text: str) -> _Condition:
     return condition
 
 
+def candidates(
+    runs: Sequence[Summary], conditions: Iterable[_Condition], *, everything: bool
+) -> list[Summary]:
+    """Return the runs to select from: no children, unless `everything`, or a condition names one.
+
+    A search's trials are many. But somebody who names a run, or a parent, means that one.
+    """
+    names = any(one.sign == "=" and one.key in ("run", "parent") for one in conditions)
+    return [run for run in runs if everything or names or run.parent is None]
+
+
 def select(
     runs: Sequence[Summary], conditions: Iterable[_Condition], sort: str | None = None
 ) -> list[Summary]:

@@ -95,10 +95,10 @@ class Budget:
         return self._fits(self._seconds_of(trials, self._study.trials()))
 
     def outlook(self) -> str:
-        """Return what the search will cost and what it can show, once the reference is trained."""
+        """Return what is left to do and what it can show, once the reference is trained."""
         options, own = self._options, float(self._study.facts.get(REFERENCE_SECONDS, 0.0))
         confirmation = self._confirmation_seconds(self._study.trials(), in_full=True)
-        trials = self._most_trials - 1
+        trials = max(0.0, self._most_trials - len(self._study.trials().taken))
         if own > 0 and math.isfinite(self._most_seconds):
             free = max(0.0, self._most_seconds - self.seconds - confirmation)
             trials = min(trials, self._side_by_side * free / own)

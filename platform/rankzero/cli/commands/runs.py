@@ -65,8 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     # All objects of a long list stay to the end. The collector would walk them again and again.
     gc.disable()
     runs = _closed(arguments.dir / "runs")
-    top = [one for one in runs if arguments.all or one.parent is None]
-    found = filters.select(top, conditions, arguments.sort)
+    among = filters.candidates(runs, conditions, everything=arguments.all)
+    found = filters.select(among, conditions, arguments.sort)
     if arguments.json:
         print("[" + ",\n".join(json.dumps(as_json(one)) for one in found[: arguments.limit]) + "]")
     elif not runs:
