@@ -82,7 +82,7 @@ class StudyRun:
         except KeyboardInterrupt as stop:
             # KILLED, and not FAILED: the user stopped it, and nothing is wrong.
             resumes = f"; `{again}` resumes it" if again else ""
-            run._status, run._reason = "KILLED", f"stopped by {stop or 'Ctrl-C'}{resumes}"
+            run._status, run._reason = "KILLED", f"stopped by {str(stop) or 'Ctrl-C'}{resumes}"
             raise
         except BaseException as error:
             run._status, run._reason = "FAILED", f"{type(error).__name__}: {error}"
