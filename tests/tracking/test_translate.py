@@ -161,6 +161,15 @@ def test_a_checkpoints_metrics_are_linked_as_the_points_of_its_evaluation() -> N
     assert linked(event, state.curves, "m-1") == [sent[0]._replace(model_id="m-1")]
 
 
+def test_a_checkpoint_of_a_step_trained_again_is_linked_to_the_value_that_mlflow_has() -> None:
+    sent, state = translate([started(), evaluated(10, 0.5), evaluated(20, 0.6)], DeliveryState())
+    _, state = translate([started(2, step=5), evaluated(10, 0.9), evaluated(20, 0.6)], state)
+    curve = [point for point in points(sent) if point.key == "val/accuracy"]
+    for step, value, links in ((10, 0.9, []), (20, 0.6, [curve[1]._replace(model_id="m-1")])):
+        again = CheckpointSaved(T0 + 99, step, "checkpoints/x", True, {"val/accuracy": value})
+        assert linked(again, state.curves, "m-1", lambda name: curve) == links
+
+
 def test_a_checkpoint_that_waits_keeps_the_time_of_its_evaluation() -> None:
     saved = CheckpointSaved(T0 + 9, 5, "checkpoints/x", True, {"val/loss": 0.3})
     later = [evaluated(step, 0.5) for step in range(6, 1500)]

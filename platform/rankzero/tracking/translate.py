@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from rankzero import scalars
@@ -103,18 +103,31 @@ def problem_tags(state: DeliveryState) -> dict[str, str]:
     return tags
 
 
-def linked(event: CheckpointSaved, curves: Curves, model_id: str) -> list[MetricPoint]:
+def linked(
+    event: CheckpointSaved,
+    curves: Curves,
+    model_id: str,
+    history: Callable[[str], Iterable[MetricPoint]] = lambda _: (),
+) -> list[MetricPoint]:
     """Return the checkpoint's metrics linked to its model.
 
-    They are the points of its evaluation once more, so MLflow adds no second ones.
+    They are the points of its evaluation once more, so MLflow adds no second ones. `history`:
+    MLflow's points of a metric, among which those of an earlier attempt are.
     """
     at = curves.evaluated.get(str(event.step), scalars.milliseconds(event.time) or 0)
-    points = []
+    points = list[MetricPoint]()
     for key, raw in event.metrics.items():
-        value = scalars.number(raw)
+        name, value = metric_name(key, curves), scalars.number(raw)
         # MLflow stores no NaN for a model's metric: it would show 0.
-        if value is not None and value == value:
-            points.append(MetricPoint(metric_name(key, curves), value, at, event.step, model_id))
+        if value is None or value != value:
+            continue
+        new = MetricPoint(name, value, at, event.step, model_id)
+        if event.step > curves.floor.get(name, event.step - 1):
+            points.append(new)
+            continue
+        # An earlier attempt sent this step, perhaps with another value: that one stays.
+        sent = (one._replace(model_id=model_id) for one in history(name))
+        points += [one for one in sent if (one.step, one.value) == (event.step, value)][:1]
     return points
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -78,9 +79,10 @@ def _upload_checkpoint(
     if symlinks.leads_out(path, folder.checkpoints):
         what = f"{event.path!r} leads out of the run's folder"
         return _rejected(state, f"checkpoint of step {event.step}", what)
+    history = functools.partial(target.store.history, target.run.run_id)
     try:
         target.store.models.save_checkpoint(
-            target.run, event, path, lambda model_id: linked(event, state.curves, model_id)
+            target.run, event, path, lambda model_id: linked(event, state.curves, model_id, history)
         )
     except FileNotFoundError:
         log.info("retention removed the checkpoint of step %d before its upload", event.step)
