@@ -527,3 +527,24 @@ def test_runs_on_a_server(root: Path, here: Here, server: Server) -> None:
     assert one.path.exists() and not two.path.exists() and names(root) == {"one"}
     # The server's own copies are its administrator's.
     assert ids[1] in tracker.deletion.deleted()
+
+
+def test_run_whose_experiment_was_deleted_during_its_delivery_gets_the_rest_once_restored(
+    root: Path, here: Here, server: Server
+) -> None:
+    folder = make_folder(root, server.uri, name="one")
+    append(folder, started(), steps(1, 3))
+    assert sync.deliver(folder).run_id
+    tracker, run_id = MlflowRuns(server.uri), mlflow_id(folder) or ""
+    tracker._client.delete_experiment(tracker._run(run_id).info.experiment_id)
+    append(folder, steps(4, 6), ended())
+    code, output = here("sync", "one")
+    assert code == FAILED and output.count("\n") == 1 and "delete --restore one" in output, output
+    assert here("sync")[0] == 0, "a scheduled sync fails for ever"
+    assert "one" in here("runs")[1] and "MLflow lacks" in here("delete", "one", "--yes")[1]
+    code, output = here("delete", "--restore", "one")
+    assert code == 0 and tracker.deletion.is_active(run_id), output
+    assert "is not deleted" in here("delete", "--restore", "one")[1]
+    code, output = here("sync", "one")
+    assert code == 0 and "complete" in output and "deleted" not in output, output
+    assert [point.step for point in tracker.history(run_id, "train/loss")] == [1, 2, 3, 4, 5, 6]

@@ -17,6 +17,7 @@ from rankzero.catalog.summary import read_summary
 from rankzero.cli.commands import sync as sync_command
 from rankzero.events import Noticed, SystemSampled
 from rankzero.mlflow_store.client import MlflowRuns
+from rankzero.reporting.delivery_problems import trouble
 from rankzero.run_store import delivery_state as state
 from rankzero.run_store.folder import FolderGone, RunFolder
 from rankzero.run_store.journal import Journal
@@ -445,7 +446,9 @@ def test_artifacts_that_change_are_uploaded_again_at_the_end(
     assert tracker.calls.count("log_artifact") == 3
 
 
-def test_a_run_deleted_in_mlflow_ends_the_delivery(folder: RunFolder, tracker: MemoryStore) -> None:
+def test_a_run_deleted_in_mlflow_ends_the_delivery_until_it_is_restored(
+    folder: RunFolder, tracker: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
     append(folder, started(), steps(1, 5000))
     run(deliverer_to(tracker, folder))
 
@@ -453,13 +456,20 @@ def test_a_run_deleted_in_mlflow_ends_the_delivery(folder: RunFolder, tracker: M
         if name != "require_run":
             raise Refused("must be in the 'active' state")
 
-    append(folder, steps(5001, 10_000), ended())
+    append(folder, steps(5001, 10_000), saved(folder, 10_000), ended())
     deliverer = deliverer_to(tracker, folder)
     deliverer.work()
     tracker.gone, tracker.fail = True, refuse
-    done = run(deliverer, 10)
-    assert done.state.problems.reasons == ("run: the MLflow run run-1 was deleted",)
-    assert delivery_status.status(folder).done
+    run(deliverer, 10)
+    run(deliverer_to(tracker, folder), 10)
+    found = delivery_status.status(folder)
+    assert not found.done and found.pending and not found.rejected
+    assert "run-1 was deleted: `rankzero delete --restore" in (found.error or "")
+    assert caplog.text.count("is not delivered") == 1
+    tracker.gone, tracker.fail = False, None
+    again = run(deliverer_to(tracker, folder))
+    assert delivery_status.status(folder).complete and not trouble(again.state)
+    assert len(tracker.curve("train/loss")) == 10_000 and 10_000 in tracker.checkpoints
 
 
 def test_a_renamed_experiment_or_a_deleted_run_gets_no_second_run(
@@ -478,7 +488,7 @@ def test_a_renamed_experiment_or_a_deleted_run_gets_no_second_run(
     assert found.marks["train/loss"] == 6
     client.delete_run(record.run_id)
     append(folder, started(2, step=6), steps(7, 9), ended())
-    assert "was deleted" in run(Deliverer(folder)).state.problems.reasons[0]
+    assert "was deleted" in (run(Deliverer(folder)).state.retries.error or "")
     assert not list_runs(sqlite)
 
 

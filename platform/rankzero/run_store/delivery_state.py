@@ -147,6 +147,8 @@ class Retries:
     """How long they lasted together."""
     error: str | None = None
     """The error of the latest request, None after a success."""
+    gone: bool = False
+    """Whether the latest request found the run deleted."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ It is a state machine, and docs/structure.md draws it. Its states are the member
 `Deliverer._next` decides between them, by what there is to do, and nothing else does.
 
 OPEN, SEND and UPLOAD make requests. After an error each has a wait of its own (`RetryPolicy`, 1 to
-30 s) and is then tried again. If the MLflow run was deleted, the rest of the journals is skipped.
+30 s) and is then tried again. If the MLflow run was deleted, the deliverer does nothing more.
 
 A crash before delivery.json is written replays the same items, which changes nothing in MLflow. A
 journal is synced before its events are sent, and delivery.json has a checksum of what was read. If
@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rankzero.catalog import command_lines
 from rankzero.events import (
     DataDescribed,
     Event,
@@ -106,15 +107,15 @@ class Deliverer:
         self._items: deque[MlflowItem] = deque()
         self._target: Target | None = None
         self._retry = RetryPolicy(longest_wait, clock)
-        self._hurried, self._read_at = False, 0.0
+        self._hurried, self._is_gone, self._read_at = False, False, 0.0
         # The unread bytes that are no whole line: there is nothing to read until they change.
         self._unfinished = 0
 
     @property
     def complete(self) -> bool:
-        """Whether MLflow has everything that the journals hold now."""
+        """Whether nothing is to do: MLflow has all that the journals hold, or deleted the run."""
         queue = self.state.queue
-        return not (self._items or self._unread() or queue.waiting or queue.ending)
+        return self._is_gone or not (self._items or self._unread() or queue.waiting or queue.ending)
 
     def work(self) -> bool:
         """Do the next activity; return whether anything was done.
@@ -160,7 +161,7 @@ class Deliverer:
         before = self._committed if self._items else self.state
         claim = run_locks.latest(self._folder, self._node)
         # Until it has opened the run, nobody has asked what another machine sent meanwhile.
-        is_known = self._target is not None or self.complete
+        is_known = self._target is not None or (self.complete and not self._is_gone)
         token = claim.token if claim else ""
         self._committed = dataclasses.replace(
             before,
@@ -172,6 +173,8 @@ class Deliverer:
     def _next(self) -> Activity:
         """Return what to do next. Every transition of the machine is decided here."""
         queue = self.state.queue
+        if self._is_gone:
+            return Activity.IDLE
         if self._target is None:
             return Activity.IDLE if self.complete else self._if_due(Activity.OPEN)
         if self._items:
@@ -391,16 +394,14 @@ class Deliverer:
         self._drop_item()
 
     def _abandon(self, reason: str) -> None:
-        """Skip the rest: the run was deleted in MLflow. The journals keep everything."""
-        log.error("%s; the rest of its journal is not delivered", reason)
-        self._reject("run", reason)
-        self._items.clear()
-        unread = delivery_state.unread_bytes
-        offsets = {name: unread(self._folder, {name: 0}) for name in self._journals}
-        cursor = dataclasses.replace(self.state.cursor, offsets=offsets, checksums={})
-        state = dataclasses.replace(self.state, cursor=cursor)
-        self.state = delivery_state.check_journals(state, self._folder, self._journals)
-        self._change_queue(waiting=(), ending=None, ended=True)
+        """Stop: the run was deleted in MLflow. What it lacks waits for somebody to restore it."""
+        self._is_gone, name = True, self._folder.path.name
+        command = command_lines.line(self._folder.root, "delete", "--restore", name)
+        is_child = self._folder.identity.parent is not None
+        error = f"{reason}: {'restore it in MLflow' if is_child else f'`{command}` brings it back'}"
+        if error != self.state.retries.error:
+            log.error("%s; the rest of its journal is not delivered", error)
+        self._change(retries=dataclasses.replace(self.state.retries, error=error, gone=True))
         self.commit()
 
     def _reject(self, what: str, reason: str) -> None:

@@ -78,7 +78,7 @@ class RetryPolicy:
         if reached and self._away_since is not None:
             away += self._clock() - self._away_since
             self._away_since = None
-        return dataclasses.replace(retries, away_seconds=away, error=None)
+        return dataclasses.replace(retries, away_seconds=away, error=None, gone=False)
 
 
 def guarded(action: Callable[[], object], pause_seconds: float = PAUSE_SECONDS) -> bool:

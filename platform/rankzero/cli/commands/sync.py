@@ -14,7 +14,7 @@ from rankzero.mlflow_store import named_runs
 from rankzero.run_store import delivery_state, run_locks
 from rankzero.run_store.folder import FolderGone, RunFolder
 from rankzero.run_store.names import InvalidRunFolder
-from rankzero.tracking import sync
+from rankzero.tracking import delivery_status, sync
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"skipped: {text}")
     if not incomplete:
         print(f"nothing {'else ' if broken else ''}to deliver: everything is in MLflow")
-    return max([FAILED if broken else FINISHED, *map(_deliver, incomplete)])
+    codes = [_deliver(folder, is_named=bool(arguments.run)) for folder in incomplete]
+    return max([FAILED if broken else FINISHED, *codes])
 
 
 def _lacks(run: Summary) -> bool:
@@ -42,7 +43,7 @@ def _lacks(run: Summary) -> bool:
     return late or state.queue.page_update_waits
 
 
-def _deliver(folder: RunFolder) -> int:
+def _deliver(folder: RunFolder, *, is_named: bool) -> int:
     name = folder.path.name
     try:
         result = sync.deliver(folder)
@@ -52,6 +53,11 @@ def _deliver(folder: RunFolder) -> int:
     # `pending` counts what MLflow refused to take for now, not what it rejected for good.
     again = command_lines.line(folder.root, "sync", name)
     late_nodes = delivery_state.late_nodes(folder)
+    gone = [one for one in (folder, *folder.children) if _is_gone(one)]
+    if gone and result.pending == sum(delivery_status.status(one).pending for one in gone):
+        print(f"{name}: {result.error}")
+        # A scheduled sync of all runs must not fail until somebody frees the disk.
+        return FAILED if is_named else FINISHED
     if result.pending or late_nodes:
         why = result.error or "no answer" + "".join(f", samples of node {n}" for n in late_nodes)
         done = f"{result.delivered:,} values delivered, the rest failed"
@@ -69,6 +75,11 @@ def _deliver(folder: RunFolder) -> int:
     print(f"{name}: complete, {result.delivered:,} values in MLflow{lacks}")
     for line in result.trouble:
         print(f"  {line}")
+    return _log_models(folder)
+
+
+def _log_models(folder: RunFolder) -> int:
+    """Log the best models that MLflow lacks, and return the exit code."""
     # A parent has no model of its own, and the trials of a search keep none.
     late = [child for child in folder.children if child.late_model.exists()]
     models = late if folder.children else [folder]
@@ -78,11 +89,16 @@ def _deliver(folder: RunFolder) -> int:
             from rankzero.training.checkpoints import best_model
 
             # In a process of its own, because it runs the user's code.
-            best_model.log_best(one, lambda text: print(f"{name}: {text}"))
+            best_model.log_best(one, lambda text: print(f"{folder.path.name}: {text}"))
         else:
             with contextlib.suppress(OSError):
                 one.late_model.unlink(missing_ok=True)
     return FAILED if any(one.late_model.exists() for one in models) else FINISHED
+
+
+def _is_gone(folder: RunFolder) -> bool:
+    """Return whether MLflow lacks something of a run that was deleted there."""
+    return delivery_state.load(delivery_state.path_of(folder, 0)).retries.gone
 
 
 def _lacks_model(folder: RunFolder) -> bool:

@@ -41,7 +41,7 @@ def add_confirmation(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     runs, keeper = arguments.dir / "runs", Housekeeper(arguments.discard_undelivered)
     # All are checked first, so that a mistake deletes nothing.
-    wanted = _wanted(runs, arguments.run_names, arguments.restore)
+    wanted = _wanted(keeper, runs, arguments.run_names, arguments.restore)
     if arguments.restore:
         for name, folder in zip(lookup.shown_names(wanted), wanted, strict=True):
             keeper.restore(folder)
@@ -54,11 +54,22 @@ def run(arguments: argparse.Namespace) -> int:
     return delete(keeper, wanted, yes=arguments.yes)
 
 
-def _wanted(runs: Path, named: Sequence[str], restore: bool) -> list[RunFolder]:
+def _find(keeper: Housekeeper, runs: Path, name: str, restore: bool) -> RunFolder:
+    try:
+        return named_runs.require(runs, name, among_deleted=restore)
+    except UserError:
+        found = lookup.find(runs, name) if restore else None
+        # This disk may not know that somebody deleted the run on its server.
+        if found is None or not keeper.changed_on_servers([found])[0]:
+            raise
+        return found
+
+
+def _wanted(
+    keeper: Housekeeper, runs: Path, named: Sequence[str], restore: bool
+) -> list[RunFolder]:
     """Return the named runs. Raises UserError where a name may mean another run."""
-    wanted = [
-        named_runs.require(runs, name, among_deleted=restore) for name in dict.fromkeys(named)
-    ]
+    wanted = [_find(keeper, runs, name, restore) for name in dict.fromkeys(named)]
     known = lookup.listed(runs, among_deleted=restore)
     for folder in wanted:
         name, parent = folder.path.name, folder.identity.parent

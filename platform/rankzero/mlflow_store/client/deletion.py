@@ -44,9 +44,14 @@ class MlflowDeletion:
             self._client.delete_run(run_id)
 
     def restore(self, run_id: str) -> bool:
-        """Bring a deleted run back. Return False if it is gone."""
-        if self._found(run_id) is None:
+        """Bring a deleted run back, with its experiment. Return False if it is gone."""
+        run = self._found(run_id)
+        if run is None:
             return False
+        # Nobody sees the runs of a deleted experiment.
+        experiment = self._client.get_experiment(run.info.experiment_id)
+        if experiment.lifecycle_stage == "deleted":
+            self._client.restore_experiment(experiment.experiment_id)
         self._client.restore_run(run_id)
         return True
 
