@@ -61,6 +61,24 @@ def test_the_newest_is_fetched(uploaded: RunFolder) -> None:
     assert _fetched(uploaded) == ([3], [])
 
 
+def test_the_best_is_fetched_with_the_newest(uploaded: RunFolder, sqlite: str) -> None:
+    tracker, client = MlflowRuns(sqlite), MlflowClient(sqlite)
+    known = tracker.models.list_checkpoints(tracker.find_run(uploaded.identity.mlflow_run_id or ""))
+    for one in known:
+        tag = {"rankzero.best": str(one.step == 1).lower()}
+        client.set_logged_model_tags(one.model_id, tag)
+    assert _fetched(uploaded) == ([1, 3], [])
+    path, _ = checkpoint_files.newest_intact(uploaded.checkpoints)
+    assert path is not None and path.name == "step_00000003"
+    state = _in_mlflow(uploaded, 1)
+    state.unlink()
+    state.write_bytes(b"torn")
+    for path in uploaded.checkpoints.iterdir():
+        path.rename(uploaded.path / f"again-{path.name}")
+    steps, (problem,) = _fetched(uploaded)
+    assert steps == [3] and "the checkpoint of step 1 that MLflow has is not used" in problem
+
+
 def test_run_that_was_renamed_in_mlflow_is_the_one_on_this_disk(
     uploaded: RunFolder, sqlite: str
 ) -> None:

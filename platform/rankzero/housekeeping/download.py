@@ -16,7 +16,8 @@ from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.location import may_be_foreign
 
 if TYPE_CHECKING:
-    from rankzero.mlflow_store.client import RunRecord
+    from rankzero.mlflow_store.client import MlflowRuns, RunRecord
+    from rankzero.mlflow_store.client.records import RemoteCheckpoint
 
 
 def run_folder(runs: Path, tracking_uri: str, name_or_id: str) -> RunFolder:
@@ -73,7 +74,8 @@ def newest_checkpoint(
 ) -> tuple[Path | None, list[str]]:
     """Download the newest intact checkpoint that MLflow has of `run`, by default the folder's.
 
-    Return its folder, or None, and the problems of newer ones. It replaces a local checkpoint of
+    The best one comes, too: the resumed run must not take a worse one for its best. Return the
+    newest one's folder, or None, and the problems of others. It replaces a local checkpoint of
     the same step. Only steps after `after` count. Raises if MLflow cannot be reached, because an
     older one would cost steps.
     """
@@ -88,22 +90,38 @@ def newest_checkpoint(
     known = tracker.models.list_checkpoints(run)
     ready = [one for one in known if one.status == "READY" and one.step > after]
     problems: list[str] = []
+    for one in known if ready else ():
+        is_here = (
+            one == ready[-1] or checkpoint_files.folder_of(folder.checkpoints, one.step).exists()
+        )
+        # Before the newest: with that one here, nothing would be looked for in MLflow again.
+        if one.best and one.status == "READY" and not is_here:
+            problem = _fetch(tracker, folder, one)
+            problems += [problem] if problem is not None else []
     for one in reversed(ready):
-        target = checkpoint_files.folder_of(folder.checkpoints, one.step)
-        aside = checkpoint_files.temporary_folder(target)
-        tracker.models.download_checkpoint(one.model_id, aside)
-        try:
-            require_plain_files(aside)
-            problem = checkpoint_files.problem_with(aside)
-        except TrackingError as error:
-            problem = str(error)
+        problem = _fetch(tracker, folder, one)
         if problem is None:
-            (aside / checkpoint_files.DOWNLOADED).touch()
-            checkpoint_files.replace(aside, target)
-            return target, problems
-        shutil.rmtree(aside, ignore_errors=True)
-        problems.append(f"the checkpoint of step {one.step} that MLflow has is not used: {problem}")
-    return None, problems
+            return checkpoint_files.folder_of(folder.checkpoints, one.step), problems
+        problems.append(problem)
+    return None, list(dict.fromkeys(problems))
+
+
+def _fetch(tracker: MlflowRuns, folder: RunFolder, one: RemoteCheckpoint) -> str | None:
+    """Download a checkpoint into its folder; return why it is not used, or None if it is."""
+    target = checkpoint_files.folder_of(folder.checkpoints, one.step)
+    aside = checkpoint_files.temporary_folder(target)
+    tracker.models.download_checkpoint(one.model_id, aside)
+    try:
+        require_plain_files(aside)
+        problem = checkpoint_files.problem_with(aside)
+    except TrackingError as error:
+        problem = str(error)
+    if problem is None:
+        (aside / checkpoint_files.DOWNLOADED).touch()
+        checkpoint_files.replace(aside, target)
+        return None
+    shutil.rmtree(aside, ignore_errors=True)
+    return f"the checkpoint of step {one.step} that MLflow has is not used: {problem}"
 
 
 def file_here(recorded: str | None, store: Path) -> str | None:

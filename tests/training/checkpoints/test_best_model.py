@@ -215,6 +215,23 @@ def test_two_processes_log_one_model(folder: RunFolder, sqlite: str) -> None:
     assert tags.pop(better) == "former" and list(tags.values()) == ["best"]
 
 
+def test_a_best_model_that_another_machine_logged_is_retired(
+    folder: RunFolder, sqlite: str
+) -> None:
+    tracker = MlflowRuns(sqlite)
+    folder.write_identity(dataclasses.replace(folder.identity, tracking_uri=sqlite))
+    run = tracker.open_run(folder.identity, T0)
+    delivered = state.DeliveryState(run_id=run.run_id, experiment_id=run.experiment_id)
+    state.save(state.path_of(folder, 0), delivered)
+    (folder.artifacts / "MLmodel").write_text("a model")
+    for step in (9, 7):
+        tags = {"rankzero.model": "best", "rankzero.step": str(step)}
+        best_model._log(folder, folder.artifacts, {"step": step, "ended": T0}, tags)
+        (only,) = tracker.models.best_models(run)
+        assert json.loads(folder.logged_model.read_text())["model_id"] == only
+        folder.logged_model.unlink()
+
+
 def test_the_model_is_logged_once_the_run_is_delivered_and_else_left_to_sync(
     folder: RunFolder,
 ) -> None:

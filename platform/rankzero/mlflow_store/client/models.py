@@ -137,16 +137,19 @@ class MlflowModels:
         self._link_output(run, model_id, step)
         return str(model_id)
 
-    def best_model(self, run: RunRecord) -> str | None:
-        """Return the id of the run's newest logged best model, or None if it has none."""
+    def best_models(self, run: RunRecord) -> list[str]:
+        """Return the ids of the run's logged best models, the newest last."""
         models = [
             model
             for model in self._models(run, "pytorch")
             if model.status == "READY" and model.tags.get("rankzero.model") == "best"
         ]
-        if not models:
-            return None
-        return str(max(models, key=lambda model: int(model.tags["rankzero.step"])).model_id)
+        models.sort(key=lambda model: int(model.tags["rankzero.step"]))
+        return [str(model.model_id) for model in models]
+
+    def best_model(self, run: RunRecord) -> str | None:
+        """Return the id of the run's newest logged best model, or None if it has none."""
+        return next(reversed(self.best_models(run)), None)
 
     def register(self, run: RunRecord, model_id: str, name: str) -> int:
         """Make a logged model the newest version of a registered model and return the version.

@@ -238,7 +238,7 @@ class _NotNow(Exception):
 
 
 def _log(folder: RunFolder, saved: Path, note: Mapping[str, Any], tags: Mapping[str, str]) -> None:
-    """Upload a saved model unless another process has, and delete the one logged before."""
+    """Upload a saved model unless another process has, and delete those logged before."""
     from rankzero.mlflow_store.client import MlflowRuns
 
     # The user's `rankzero sync` may log it at the same time.
@@ -255,9 +255,11 @@ def _log(folder: RunFolder, saved: Path, note: Mapping[str, Any], tags: Mapping[
         run, step = tracker.find_run(run_id), note["step"]
         model_id = tracker.models.log_model(run, saved, "best_model", step, tags)
         write_atomically(folder.logged_model, json.dumps({**note, "model_id": model_id}))
-        # Only now, so that MLflow always has one of them.
-        if before is not None and before["model_id"] != model_id:
-            tracker.models.retire(before["model_id"])
+        # Only now, so that MLflow always has one of them. Another machine may have logged its best.
+        known = [] if before is None else [before["model_id"]]
+        for former in dict.fromkeys([*known, *tracker.models.best_models(run)]):
+            if former != model_id:
+                tracker.models.retire(former)
     finally:
         os.close(descriptor)
 
