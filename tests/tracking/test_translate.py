@@ -202,6 +202,18 @@ def test_the_end_sends_the_figures_that_have_no_curve() -> None:
     assert isinstance(found[-1], RunEnded)
 
 
+def test_the_figures_of_an_attempt_come_after_those_of_another_machine() -> None:
+    key = "whole_run/best"
+    there = Curves(marks={key: 1}, floor={key: 1})
+    _, state = translate([started()], DeliveryState(curves=there))
+    for _ in range(2):  # a replay sends the same point
+        found, after = ending(ended(metrics={"best": 0.5}), state)
+        assert [(one.step, one.value) for one in points(found)] == [(2, 0.5)]
+    _, state = translate([started(2)], after)
+    found, _ = ending(ended(metrics={"best": 0.6}), state)
+    assert [(one.step, one.value) for one in points(found)] == [(3, 0.6)]
+
+
 def test_a_short_attempt_takes_back_the_interval_of_an_earlier_speed() -> None:
     speed, interval = "samples_per_second", "samples_per_second_half_width"
     _, state = translate([started()], DeliveryState())
