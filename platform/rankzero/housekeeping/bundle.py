@@ -33,7 +33,10 @@ from rankzero.tracking.open_run import connect
 
 _MANIFEST, _RUNS, _MLFLOW = "bundle.json", "runs", "mlflow"
 # They belong to this machine or this store. The settings with their secrets stay here, too.
-_LOCAL = ("*.lock", "*.live", ".*", "recorder*.json", "delivery*.json", "deleted.txt", "import.*")
+_LOCAL = (
+    *("*.lock", "*.live", ".*", "recorder*.json", "delivery*.json", "best_model.json"),
+    *("deleted.txt", "import.*"),
+)
 _WITH_SECRETS = ("run.json", "config.yaml")
 # In a run until MLflow has all of its bundle. A run without it is not imported over.
 _UNFINISHED = "import.unfinished"

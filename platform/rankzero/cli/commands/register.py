@@ -38,6 +38,11 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.run_name if folder is None else lookup.mlflow_id(folder) or folder.path.name
     )
     model_id = tracker.models.best_model(found)
+    if model_id is None and folder is not None and folder.logged_model.exists():
+        # Somebody deleted it in MLflow, or MLflow has another database now.
+        folder.logged_model.unlink()
+        best_model.log_best(folder, problems.append)
+        model_id = tracker.models.best_model(found)
     if model_id is None:
         raise RunFailed(
             f"{printable(found.name)} has no model in MLflow: "
