@@ -17,6 +17,7 @@ from rankzero.catalog.summary import read_summary
 from rankzero.cli.commands import sync as sync_command
 from rankzero.events import Noticed, SystemSampled
 from rankzero.mlflow_store.client import MlflowRuns
+from rankzero.mlflow_store.uris import ExperimentGone
 from rankzero.reporting.delivery_problems import trouble
 from rankzero.run_store import delivery_state as state
 from rankzero.run_store.folder import FolderGone, RunFolder
@@ -490,6 +491,21 @@ def test_a_renamed_experiment_or_a_deleted_run_gets_no_second_run(
     append(folder, started(2, step=6), steps(7, 9), ended())
     assert "was deleted" in (run(Deliverer(folder)).state.retries.error or "")
     assert not list_runs(sqlite)
+
+
+def test_a_deleted_experiment_is_no_outage(folder: RunFolder, tracker: MemoryStore) -> None:
+    append(folder, started(), ended())
+
+    def refuse(name: str, argument: object) -> None:
+        raise ExperimentGone("the MLflow experiment was deleted")
+
+    tracker.fail = refuse
+    deliverer = deliverer_to(tracker, folder)
+    deliverer.work()
+    lines = trouble(deliverer.state)
+    assert "1 try to deliver failed" in lines and "was deleted" in lines[-1]
+    tracker.fail = None
+    assert trouble(run(deliverer).state) == ["1 try to deliver failed; all was delivered later"]
 
 
 def test_lost_state_continues_from_what_mlflow_has(folder: RunFolder, tracker: MemoryStore) -> None:

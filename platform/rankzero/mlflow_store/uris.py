@@ -46,6 +46,10 @@ class RunGone(TrackingError):
     """Somebody deleted the run in MLflow, so it accepts nothing any more."""
 
 
+class ExperimentGone(TrackingError):
+    """Somebody deleted the MLflow experiment, so it takes no new run."""
+
+
 def default_tracking_uri(root: Path) -> str:
     """Return the URI of the embedded store in `root`."""
     return f"sqlite:///{root.absolute() / DATABASE}"

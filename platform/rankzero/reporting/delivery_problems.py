@@ -14,10 +14,9 @@ def trouble(state: DeliveryState) -> list[str]:
     if retries.failures:
         made_up = "" if retries.error else "; all was delivered later"
         tries = f"{retries.failures:,} {'try' if retries.failures == 1 else 'tries'}"
-        found.append(
-            f"{tries} to deliver failed, MLflow was away {retries.outages} times, "
-            f"{retries.away_seconds:.0f} s in all{made_up}"
-        )
+        times = "once" if retries.outages == 1 else f"{retries.outages} times"
+        away = f", MLflow was away {times}, {retries.away_seconds:.0f} s in all"
+        found.append(f"{tries} to deliver failed{away if retries.outages else ''}{made_up}")
     if retries.error:
         found.append(f"{UNDELIVERED}: {retries.error}")
     for count, what, lines in (

@@ -60,15 +60,18 @@ class RetryPolicy:
         self._backoffs[kind] = dataclasses.replace(backoff, answers=answers)
         return answers
 
-    def failed(self, kind: Hashable, retries: Retries, error: str) -> Retries:
-        """Back off, and return the counts with this failure."""
+    def failed(
+        self, kind: Hashable, retries: Retries, error: str, *, answered: bool = False
+    ) -> Retries:
+        """Back off, and return the counts with this failure. An answer of MLflow is no outage."""
         now, backoff = self._clock(), self.of(kind)
         # While MLflow accepts other requests, waiting helps nobody.
         wait = 0.0 if backoff.answers else min(self._longest_wait, 2.0 ** min(backoff.failures, 10))
         due = now + wait * random.uniform(0.5, 1.0)
         self._backoffs[kind] = dataclasses.replace(backoff, failures=backoff.failures + 1, due=due)
-        outages = retries.outages + (self._away_since is None)
-        self._away_since = now if self._away_since is None else self._away_since
+        outages = retries.outages
+        if self._away_since is None and not answered:
+            outages, self._away_since = outages + 1, now
         return Retries(retries.failures + 1, outages, retries.away_seconds, error)
 
     def succeeded(self, kind: Hashable, retries: Retries, *, reached: bool) -> Retries:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+import shlex
 
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
@@ -12,7 +13,8 @@ from mlflow.exceptions import MlflowException
 from rankzero.mlflow_store import drivers
 from rankzero.mlflow_store.client.connection import connect
 from rankzero.mlflow_store.client.records import require_id
-from rankzero.mlflow_store.uris import TrackingError, artifact_root
+from rankzero.mlflow_store.uris import ExperimentGone, artifact_root
+from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store.folder import Identity
 
 _LONGEST_FOLDER = 200
@@ -21,15 +23,17 @@ _LONGEST_FOLDER = 200
 def find_or_create(client: MlflowClient, tracking_uri: str, identity: Identity) -> str:
     """Return the id of the run's experiment, which another process may create at the same time.
 
-    Raises TrackingError if somebody deleted it.
+    Raises ExperimentGone if somebody deleted it.
     """
     for _ in range(2):
         experiment = client.get_experiment_by_name(identity.experiment)
         if experiment is not None:
             if experiment.lifecycle_stage == "deleted":
-                raise TrackingError(
+                # Without the store's address, mlflow would make one in the current folder.
+                store = f"MLFLOW_TRACKING_URI={shlex.quote(url_without_secrets(tracking_uri))}"
+                raise ExperimentGone(
                     f"the MLflow experiment {identity.experiment!r} was deleted: use another name, "
-                    f"or: mlflow experiments restore -x {experiment.experiment_id}"
+                    f"or: {store} mlflow experiments restore -x {experiment.experiment_id}"
                 )
             return require_id(experiment.experiment_id, "experiment")
         with contextlib.suppress(MlflowException):
