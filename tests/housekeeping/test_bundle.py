@@ -178,6 +178,20 @@ def test_import_that_was_killed_is_continued(
     assert held(theirs, "study") == held(mine, "study")
 
 
+def test_import_of_what_mlflow_had_is_refused_offline(
+    roots: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    mine, theirs = roots
+    bundle.write(study(mine), tmp_path / "s.zip")
+    monkeypatch.setenv("RANKZERO_OFFLINE", "1")
+    assert main(["import", str(tmp_path / "s.zip"), "--dir", str(theirs)]) == 2
+    assert "import it without RANKZERO_OFFLINE" in capsys.readouterr().err
+    assert not (theirs / "runs" / "study").exists()
+
+
 def test_another_run_of_the_name_is_kept(roots: tuple[Path, Path], tmp_path: Path) -> None:
     mine, theirs = roots
     bundle.write(study(mine), tmp_path / "s.zip")

@@ -125,6 +125,12 @@ def read(file: Path, runs: Path, tracking_uri: str, *, offline: bool) -> RunFold
         named = _unpack(file, aside)
         # All are checked before the first is placed: half a study would be neither old nor new.
         folders = [_checked(aside / _RUNS / name, runs) for name in named]
+        if offline and (aside / _MLFLOW).exists():
+            # A later sync has the journal alone.
+            raise UserError(
+                f"{file} has artifacts and tags for MLflow, which offline nothing reaches: import "
+                "it without RANKZERO_OFFLINE"
+            )
         for folder in folders:
             if not folder.path.exists():
                 _place(aside / _RUNS / folder.path.name, folder, tracking_uri, named)
