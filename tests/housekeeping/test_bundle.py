@@ -18,7 +18,7 @@ from rankzero.errors import UserError
 from rankzero.housekeeping import bundle
 from rankzero.mlflow_store import uris
 from rankzero.mlflow_store.client import MlflowRuns
-from rankzero.mlflow_store.items import DESCRIPTION
+from rankzero.mlflow_store.items import DESCRIPTION, MetricPoint
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
@@ -127,6 +127,23 @@ def test_copy_is_the_same_run_in_another_store(
     assert not any((mine / "runs" / ".leftovers").iterdir()) and not (theirs / "runs").exists()
     with pytest.raises(UserError, match="name another one"):
         bundle.copy(folder, uris.default_tracking_uri(mine))
+
+
+def test_copy_that_was_continued_in_the_other_store_is_left_alone(
+    roots: tuple[Path, Path],
+) -> None:
+    mine, theirs = roots
+    folder, uri = study(mine), uris.default_tracking_uri(theirs)
+    there, run_id = MlflowRuns(uri), bundle.copy(folder, uri)
+    sample = MetricPoint("system/cpu_utilization_percentage", 1.0, 0, 90)
+    there.log_metrics(run_id, [sample])
+    assert bundle.copy(folder, uri) == run_id
+    there.log_metrics(run_id, [MetricPoint("train/loss", 0.1, 0, 50)])
+    there.set_tags(run_id, {"ours": "later"})
+    with pytest.raises(UserError, match="study was continued there, up to step 50"):
+        bundle.copy(folder, uri)
+    append(folder, started(2), steps(6, 50), ended())
+    assert bundle.copy(folder, uri) == run_id
 
 
 def test_second_copy_brings_the_better_model_and_what_an_upload_left(

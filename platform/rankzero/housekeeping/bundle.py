@@ -17,16 +17,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from rankzero import scalars
 from rankzero.catalog import command_lines, deleted, lookup
 from rankzero.errors import UserError
+from rankzero.events import Evaluated, StepsLogged
 from rankzero.housekeeping import download
 from rankzero.housekeeping.deletion import parts
+from rankzero.metric_names import WHOLE_RUN
 from rankzero.mlflow_store import uris
 from rankzero.mlflow_store.items import DESCRIPTION
 from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store import names, removal, run_locks
 from rankzero.run_store.attempt import is_written
 from rankzero.run_store.folder import Identity, RunFolder
+from rankzero.run_store.journal import read_all
 from rankzero.run_store.location import make_root
 from rankzero.tracking import delivery_status, description, sync
 from rankzero.tracking.open_run import connect
@@ -160,6 +164,8 @@ def copy(folder: RunFolder, tracking_uri: str) -> str:
     """
     if tracking_uri == folder.identity.tracking_uri:
         raise UserError(f"{folder.path.name} is in that store: name another one")
+    uris.prepare_store(tracking_uri)
+    _refuse_older(folder, tracking_uri)
     # Next to the runs, because a temporary folder may be too small for a run's checkpoints.
     aside = removal.workplace(folder.path.parent, "copy")
     try:
@@ -169,6 +175,25 @@ def copy(folder: RunFolder, tracking_uri: str) -> str:
         return lookup.mlflow_id(delivered) or ""
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _refuse_older(folder: RunFolder, tracking_uri: str) -> None:
+    """Raise UserError if the store's copy of a run has later steps than the run here."""
+    events = read_all(folder.events)
+    logged = (step for one in events if isinstance(one, StepsLogged) for step in one.steps)
+    evaluated = (one.step for one in events if isinstance(one, Evaluated))
+    here = max((scalars.step(step) or 0 for step in (*logged, *evaluated)), default=0)
+    identity = dataclasses.replace(folder.identity, mlflow_run_id=None)
+    known = connect(tracking_uri).find_open_run(identity)
+    # Their steps are numbers of samples and of attempts.
+    others = ("system/", f"{WHOLE_RUN}/")
+    marks = known.marks.items() if known is not None else ()
+    there = max((at for key, at in marks if not key.startswith(others)), default=0)
+    if there > here:
+        raise UserError(
+            f"{folder.path.name} was continued there, up to step {there:,}: a copy of this disk's "
+            f"{here:,} steps would put its state, tags and best model back"
+        )
 
 
 def _unpack(file: Path, aside: Path) -> list[str]:
