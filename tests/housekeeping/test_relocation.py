@@ -103,6 +103,27 @@ def test_moved_project_has_its_artifacts_again(
     assert relocated(root) == 0 and "nothing to do" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("as_uri", [False, True])
+def test_experiments_that_mlflow_made_are_relocated(
+    project: Path, tmp_path: Path, as_uri: bool, capsys: Printed
+) -> None:
+    root = project / "mlruns"
+    # MLflow's own place for a second experiment, with ./mlruns below the current folder.
+    place = root / "2"
+    client = MlflowRuns(uris.default_tracking_uri(root))._client
+    made = client.create_experiment("notebook", place.as_uri() if as_uri else str(place))
+    run = client.create_run(made)
+    client.log_text(run.info.run_id, "hello", "notes.txt")
+    assert (place / run.info.run_id / "artifacts" / "notes.txt").exists()
+    shutil.rmtree(root / "artifacts")  # the store has nothing but MLflow's experiment
+    moved = project.rename(tmp_path / "nachher") / "mlruns"
+    main(["runs", "--dir", str(moved)])
+    assert "relocate" in capsys.readouterr().err
+    assert relocated(moved) == 0 and mentions(moved, "vorher") == []
+    client = MlflowRuns(uris.default_tracking_uri(moved))._client
+    assert [one.path for one in client.list_artifacts(run.info.run_id)] == ["notes.txt"]
+
+
 def test_copy_of_a_store_is_its_own_and_leaves_the_original_alone(
     project: Path, tmp_path: Path
 ) -> None:

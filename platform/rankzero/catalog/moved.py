@@ -16,9 +16,11 @@ def former_places(root: Path) -> set[Path]:
     found = set()
     for place in deleted.artifact_folders(root / "runs"):
         path = local(place)
-        store = path.parent.parent
+        # An experiment that mlflow itself made has a folder with its number in the store.
+        is_ours = path.parent.name == ARTIFACTS
+        store = path.parent.parent if is_ours else path.parent
         # A user may have chosen a folder elsewhere for an experiment. Then it is not here.
-        is_here = (root / ARTIFACTS / path.name).is_dir() and path.parent.name == ARTIFACTS
+        is_here = (is_ours or path.name.isdecimal()) and (root / path.relative_to(store)).is_dir()
         if path.is_absolute() and is_here and not same(store, root):
             found.add(store)
     return found

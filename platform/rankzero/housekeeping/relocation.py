@@ -107,7 +107,7 @@ def _changes(database: sqlite3.Connection, places: list[Path], here: Path) -> It
             rows = database.execute(f"SELECT DISTINCT {column} FROM {table}")  # noqa: S608
             for (old,) in rows.fetchall():
                 for place, text in itertools.product(places, (Path.__str__, Path.as_uri)):
-                    before, after = (text(root / moved.ARTIFACTS) + "/" for root in (place, here))
+                    before, after = (text(root) + "/" for root in (place, here))
                     if str(old).startswith(before):
                         yield _Change(table, column, place, old, after + old[len(before) :])
 
@@ -116,8 +116,8 @@ def _require_files(changes: list[_Change], here: Path) -> None:
     """Raise UserError if a folder that MLflow knows is in a former place and not here."""
     left = [one for one in changes if moved.local(one.old).exists() > moved.local(one.new).exists()]
     if left:
-        files = f"{left[0].place / moved.ARTIFACTS}/."
-        command = shlex.join(["cp", "-Rn", files, str(here / moved.ARTIFACTS)])
+        top = moved.local(left[0].old).relative_to(left[0].place).parts[0]
+        command = shlex.join(["cp", "-Rn", f"{left[0].place / top}/.", str(here / top)])
         raise UserError(
             f"{len(left)} folders with artifacts are not in {here}, such as {left[0].old}: copy "
             f"them first, which replaces nothing here: {command}"
