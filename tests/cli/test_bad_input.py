@@ -192,6 +192,19 @@ def test_help_imports_nothing_heavy(words: list[str], tmp_path: Path) -> None:
     assert "usage" in done.stdout or "rankzero 0" in done.stdout
 
 
+def test_a_command_that_has_imported_triton_ends_without_its_report(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    program = (
+        "import gc, sys, triton._C.libtriton\nfrom rankzero.cli.main import command\n"
+        "gc.freeze()\nsys.argv = ['rankzero', 'runs']\ncommand()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "no runs" in done.stdout, done.stderr
+    assert not done.stderr
+
+
 def test_importing_rankzero_imports_nothing(tmp_path: Path) -> None:
     program = (
         f"import sys, rankzero\nloaded = {LIGHT!r} & set(sys.modules)\nassert not loaded, loaded"

@@ -39,8 +39,12 @@ RankZero trains PyTorch models, tracked in MLflow. Most people begin with:
 def command() -> NoReturn:
     """Run one command and exit with its code."""
     code = main()
-    # With PyTorch imported, the interpreter would walk its objects for a third of a second.
-    gc.freeze()
+    if "triton" in sys.modules:
+        # It takes frozen objects for leaks, and prints thirty lines about them at its end.
+        gc.unfreeze()
+    else:
+        # With PyTorch imported, the interpreter would walk its objects for a third of a second.
+        gc.freeze()
     # It takes a sixth of a second more to shut down. A SIGUSR1 would kill a finished command.
     ignored = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
     for number in ignored:
