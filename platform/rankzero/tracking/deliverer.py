@@ -396,7 +396,7 @@ class Deliverer:
         self._drop_item()
 
     def _abandon(self, reason: str) -> None:
-        """Stop: the run was deleted in MLflow. What it lacks waits for somebody to restore it."""
+        """Stop: the run was deleted in MLflow. The rest waits for somebody to restore it."""
         self._is_gone, name = True, self._folder.path.name
         command = command_lines.line(self._folder.root, "delete", "--restore", name)
         is_child = self._folder.identity.parent is not None
