@@ -7,12 +7,25 @@ from pathlib import Path
 
 from rankzero.events import Event, RunStarted, StepsLogged, SystemSampled
 from rankzero.reporting.run_facts import fold
-from rankzero.reporting.run_report import for_terminal, markdown, so_far
-from support.runs import T0, deleted, ended, evaluated, make_folder, saved, started, steps
+from rankzero.reporting.run_report import for_terminal, markdown, page, so_far
+from rankzero.run_store import checkpoint_files
+from support.runs import T0, append, deleted, ended, evaluated, make_folder, saved, started, steps
 
 
 def report(*events: Event, **end: object) -> str:
     return markdown("digits-1", fold(events), ended(**end))  # type: ignore[arg-type]
+
+
+def test_the_best_value_of_another_machine_is_that_of_its_downloaded_checkpoint(
+    tmp_path: Path,
+) -> None:
+    folder = make_folder(tmp_path)
+    append(folder, started(2, step=40), evaluated(50, 0.3, best=False), ended())
+    path = checkpoint_files.folder_of(folder.checkpoints, 25)
+    checkpoint_files.write(path, Path.touch, 25, {"val/accuracy": 0.6}, True)
+    assert "**0.3** at step 50" in page(folder)
+    (path / checkpoint_files.DOWNLOADED).touch()
+    assert "**0.6** at step 25" in page(folder)
 
 
 def test_the_report_of_a_finished_run(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ class Run:
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder.path
-        self._folder, self._facts = folder, run_facts.fold(folder.all_events())
+        self._folder, self._facts = folder, run_facts.facts_of(folder)
 
     @property
     def name(self) -> str:

@@ -12,7 +12,7 @@ from rankzero.catalog import lookup
 from rankzero.catalog.summary import read_summary
 from rankzero.metric_names import SPEED
 from rankzero.reporting import reproduce
-from rankzero.reporting.run_facts import Facts, fold
+from rankzero.reporting.run_facts import Facts, facts_of
 from rankzero.run_store import provenance
 from rankzero.run_store.folder import RunFolder
 from rankzero.scalars import number, shown
@@ -62,7 +62,7 @@ def sides_of(folders: Sequence[RunFolder]) -> list[RunSide]:
         RunSide(
             name,
             read_summary(folder).status,
-            fold(folder.all_events()),
+            facts_of(folder),
             *provenance.read_artifacts(folder.artifacts),
         )
         for name, folder in zip(lookup.shown_names(folders), folders, strict=True)

@@ -24,6 +24,8 @@ from rankzero.events import (
 from rankzero.experiment import Goal
 from rankzero.metric_names import SPEED
 from rankzero.mlflow_store.items import DESCRIPTION
+from rankzero.run_store import checkpoint_files
+from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.provenance import tags_of_user
 from rankzero.scalars import number, numbers
 
@@ -88,6 +90,18 @@ class Facts:
         """The seconds of all attempts."""
         running = 0.0 if self.started is None else max(0.0, self.last_time - self.started)
         return self.seconds + running
+
+
+def facts_of(folder: RunFolder) -> Facts:
+    """Return the facts of a run so far."""
+    facts = fold(folder.all_events())
+    # An attempt on another machine may have the best value, and its journal is there.
+    for path, saved in checkpoint_files.known(folder.checkpoints).items():
+        value = saved.metrics.get(facts.goal.metric)
+        is_other = (path / checkpoint_files.DOWNLOADED).exists()
+        if value is not None and is_other and facts.goal.better(value, facts.best):
+            facts.best, facts.best_step, facts.best_metrics = value, saved.step, saved.metrics
+    return facts
 
 
 def fold(events: Iterable[Event]) -> Facts:

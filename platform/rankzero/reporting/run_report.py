@@ -13,7 +13,7 @@ from rankzero.events import RunEnded
 from rankzero.reporting import page_links, reproduce
 from rankzero.reporting.delivery_problems import trouble
 from rankzero.reporting.markdown import table
-from rankzero.reporting.run_facts import Facts, fold, is_limited, limited_by, straggler
+from rankzero.reporting.run_facts import Facts, facts_of, fold, is_limited, limited_by, straggler
 from rankzero.run_store import provenance
 from rankzero.run_store.delivery_state import DeliveryState, load, path_of
 from rankzero.run_store.folder import RunFolder
@@ -55,7 +55,7 @@ def page(folder: RunFolder) -> str:
 
 def written(folder: RunFolder, progress: DeliveryState, root: Path | None = None) -> str:
     """Return the page with the problems of this delivery; `root`: its store, for commands."""
-    facts, problems = fold(folder.all_events()), trouble(progress)
+    facts, problems = facts_of(folder), trouble(progress)
     links = page_links.links(progress)
     if folder.description.exists():
         # Other text, such as a study's: the problems come at its end.
