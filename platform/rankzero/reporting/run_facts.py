@@ -24,7 +24,6 @@ from rankzero.events import (
 from rankzero.experiment import Goal
 from rankzero.metric_names import SPEED
 from rankzero.mlflow_store.items import DESCRIPTION
-from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.provenance import tags_of_user
 from rankzero.scalars import number, numbers
@@ -94,6 +93,9 @@ class Facts:
 
 def facts_of(folder: RunFolder) -> Facts:
     """Return the facts of a run so far."""
+    # Few commands need it, and it imports eight modules.
+    from rankzero.run_store import checkpoint_files
+
     facts = fold(folder.all_events())
     # An attempt on another machine may have the best value, and its journal is there.
     for path, saved in checkpoint_files.known(folder.checkpoints).items():
