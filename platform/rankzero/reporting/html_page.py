@@ -20,7 +20,7 @@ th,td{text-align:left;vertical-align:top;padding:.25rem 1rem .25rem 0;white-spac
  border-bottom:1px solid rgb(128 128 128/.3)} td+td{min-width:6rem}
 code,pre{font:.9em ui-monospace,monospace} summary{cursor:pointer;margin:1rem 0}
 pre{overflow-x:auto;padding:.75rem;background:rgb(128 128 128/.12);border-radius:.4rem}
-.grid{display:grid;grid-auto-flow:dense;gap:1rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,28rem),1fr))}
+.grid{display:grid;grid-auto-flow:dense;gap:1rem;grid-template-columns:repeat(auto-fill,minmax(min(100%,28rem),1fr))}
 .grid>*,figure{min-width:0;margin:0} .grid h3{margin:.5rem 0}
 .wide{grid-column:1/-1;overflow-x:auto} .wide>div{min-width:40rem}
 img{max-width:100%;height:auto;border-radius:.4rem}
