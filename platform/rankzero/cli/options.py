@@ -13,7 +13,6 @@ from typing import Any
 from rankzero import config, experiment_file, ranks
 from rankzero.catalog import filters, lookup
 from rankzero.errors import UserError
-from rankzero.experiment import Train
 from rankzero.launch import machines
 from rankzero.launch.machines import ALONE, Machines
 from rankzero.launch.request import with_changes
@@ -242,19 +241,20 @@ def check_settings(arguments: argparse.Namespace) -> None:
     # A job may continue a run.
     if not (arguments.run_name and lookup.find(arguments.dir / "runs", arguments.run_name)):
         refuse_new(type(experiment))
-        # Both of these may change what divides the batch.
-        if not (getattr(arguments, "start", None) or getattr(arguments, "over", None)):
-            _check_batch_size(arguments, experiment.train)
 
 
-def _check_batch_size(arguments: argparse.Namespace, train: Train) -> None:
-    """Raise UserError if the processes of a job, as far as known, cannot divide a batch."""
+def check_batch_size(arguments: argparse.Namespace) -> None:
+    """Raise UserError if the processes of a job, as far as known, cannot divide a typed batch."""
+    changes = config.parse_assignments(arguments.settings)
+    # One that the file computes may be another on the job's machines, and a job may begin --from.
+    if arguments.start or not changes.keys() & {"train.batch_size", "train.micro_batch"}:
+        return
     from rankzero.training.data.order import micro_batch_size  # it imports PyTorch
 
-    gpus = getattr(arguments, "gpus", None)
-    processes = arguments.nproc or ranks.default_count(train.strategy, gpus or 0)
+    train = with_changes(experiment_file.load(arguments.experiment)(), changes).train
+    processes = arguments.nproc or ranks.default_count(train.strategy, arguments.gpus or 0)
     # Slurm chooses the machines. One of them can divide a batch that several can divide.
-    least, most = (not arguments.slurm and getattr(arguments, "nnodes", None)) or (1, 1)
+    least, most = arguments.nnodes or (1, 1)
     for count in range(least, most + 1):
         micro_batch_size(train, ranks.shards(train.strategy, processes * count))
 

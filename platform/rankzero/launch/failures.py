@@ -33,7 +33,9 @@ _OUT_OF_MEMORY_TEXTS = (
 )
 # gloo's and NCCL's, and no error of a download: a user's code may raise RuntimeErrors, too.
 _LOST_RANK = re.compile(
-    r"(gloo|NCCL).*(Connection (closed|reset) by peer|remote process exit)", re.DOTALL
+    r"(/gloo/|NCCL error|ncclRemoteError)"
+    r".*(Connection (closed|reset) by peer|Connection timed out|Broken pipe|remote process exit)",
+    re.DOTALL,
 )
 _OUR_CODE = str(Path(__file__).parents[1])
 
@@ -89,7 +91,8 @@ def reason(error: BaseException) -> str:
         here = ranks.detect()
         where = ": see the output of the other machines"
         several = here.local_world_size < here.world_size
-        return f"another rank's process or machine was lost{where if several else ''}"
+        lost = "another rank's process or machine, or the network between them, was lost"
+        return f"{lost}{where if several else ''}"
     text = f"{type(error).__name__}: {error}".rstrip(": ")
     place = place_of(traceback.extract_tb(error.__traceback__))
     return f"{text} ({place})" if place else text
@@ -97,7 +100,8 @@ def reason(error: BaseException) -> str:
 
 def shows_lost_rank(error: BaseException) -> bool:
     """Return whether a collective failed because another rank's process has ended."""
-    return isinstance(error, RuntimeError) and bool(_LOST_RANK.search(str(error)))
+    is_one_of_several = ranks.detect().world_size > 1 and isinstance(error, RuntimeError)
+    return is_one_of_several and bool(_LOST_RANK.search(str(error)))
 
 
 def parse(fields: Mapping[str, Any]) -> Failure:

@@ -70,12 +70,6 @@ def test_a_repeat_is_one_task(rankzero: Command, srun: Path) -> None:
     [
         ((*TRAIN, "lx=1"), "unknown key 'lx'"),
         ((*REPEAT, "lx=1"), "unknown key 'lx'"),
-        ((*TRAIN, "--nproc", "3", "train.batch_size=64"), "evenly among 3 processes"),
-        ((*REPEAT, "--nproc", "3", "train.batch_size=64"), "evenly among 3 processes"),
-        (
-            ("train", str(TINY), "--ray", "auto", "--nnodes", "3", "train.batch_size=64"),
-            "evenly among 3 processes",
-        ),
         ((*TRAIN, "--nnodes", "2"), "-- --nodes 2"),
         ((*TRAIN, "--resume-if-there"), "add --name NAME"),
         (("train", str(TINY), "--ray", "auto", "--resume-if-there"), "add --name NAME"),

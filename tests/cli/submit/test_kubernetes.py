@@ -50,7 +50,7 @@ def pod_of(job: dict[str, Any]) -> dict[str, Any]:
     [
         CLAIM,
         (*CLAIM, "--nnodes", "4", "--gpus", "8", "--cpus", "64", "--memory", "512Gi"),
-        ("--nnodes", "1:2", "--secret", "mlflow"),
+        ("--nnodes", "1:4", "--secret", "mlflow"),
         ("--tracking-uri", "http://mlflow:5000"),
     ],
     ids=" ".join,

@@ -43,6 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
             "say where the job shall run: rankzero submit --slurm EXP, or --kubernetes EXP"
         )
     options.check_settings(arguments)
+    options.check_batch_size(arguments)
     name = options.run_name(arguments)
     own = argparse.ArgumentParser(add_help=False)
     _add_own(own)

@@ -274,6 +274,8 @@ def _divided(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             optimizer.param_groups, kind, parameters_as_bucket_view=False, **settings
         )
     except (TypeError, ValueError) as error:
+        # A ValueError names parameters of several types, which fsdp may refuse, too.
+        instead = "ddp" if isinstance(error, ValueError) else "ddp or fsdp"
         raise UserError(
-            f"train.strategy=zero1 cannot divide {kind.__name__}: {error}; use ddp"
+            f"train.strategy=zero1 cannot divide {kind.__name__}: {error}; use {instead}"
         ) from error

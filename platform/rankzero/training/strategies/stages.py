@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 
 from rankzero.errors import UserError
+from rankzero.launch import failures
 from rankzero.training.strategies import shared_weights
 from rankzero.training.strategies.base import Measure
 
@@ -96,8 +97,7 @@ def make_stage(
         whole = pipeline(model, mb_args=(given,), split_spec=cuts)
     except RuntimeError as error:
         # PyTorch hides the reason behind advice to call what RankZero calls. It may be pages long.
-        cause = error.__cause__ or error
-        why = str(cause).strip().partition("\n")[0] or type(cause).__name__
+        why = failures.reason(error.__cause__ or error).partition("\n")[0]
         raise UserError(
             f"train.strategy=pp cannot trace the model: {why}; use an nn.Sequential, or ddp or fsdp"
         ) from error
