@@ -156,3 +156,31 @@ def test_a_helper_that_measure_changes_is_named_in_the_first_attempt(
         and "belongs into the model, with requires_grad_(False)" in text
         for text in texts
     )
+
+
+class Unusual(nn.Module):
+    """A helper with tensors that have no corner, and a table that is made again for each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sparse", torch.eye(2).to_sparse())
+        self.register_buffer("table", torch.ones(2), persistent=False)
+        self.register_buffer("kept_table", torch.ones(2))
+
+
+class HelpedByUnusual(TINY):  # type: ignore[misc]
+    def helpers(self) -> Mapping[str, nn.Module]:
+        return {"odd": Unusual()}
+
+    def measure(self, model: Any, batch: Any, at: Any) -> Mapping[str, Any]:
+        helper = at.helpers["odd"]
+        helper.table, helper.kept_table = torch.full((2,), at.step), torch.ones(2)
+        measured: Mapping[str, Any] = super().measure(model, batch)
+        return measured
+
+
+def test_a_helper_that_nobody_changes_may_have_any_tensor_and_make_a_table_again(
+    train: Trainer,
+) -> None:
+    trained = train(HelpedByUnusual(**vars(tiny(train__steps=3))))
+    assert not [event for event in trained.events if isinstance(event, Noticed)]

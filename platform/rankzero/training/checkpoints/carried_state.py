@@ -99,19 +99,23 @@ def _attributes(job: TrainingContext, model: nn.Module) -> _Seen:
 
 
 def _helpers(job: TrainingContext) -> _Seen:
-    """Return the helpers' tensors."""
+    """Return the values of the helpers' parameters and of what their state_dict() has."""
+    # Not their identity: a table of positions is made again for a longer text.
     return {
         f"helpers()[{name!r}]": [
-            (one, _written(one)) for one in (*helper.parameters(), *helper.buffers())
+            (None, _written(one)) for one in (*helper.parameters(), *helper.state_dict().values())
         ]
         for name, helper in job.helpers.items()
     }
 
 
-def _written(tensor: Tensor) -> tuple[int, str]:
+def _written(value: Any) -> tuple[int, str]:
     # A write through `.data`, as in MoCo and DINO, counts as none. So compare values, too.
-    corner = tensor[(0,) * (tensor.dim() - 1)] if tensor.numel() else tensor
-    return _version(tensor), str(corner.flatten()[:8].tolist())
+    try:
+        corner = value[(0,) * (value.dim() - 1)] if value.numel() else value
+        return _version(value), str(corner.flatten()[:8].tolist())
+    except Exception:  # A sparse tensor has no corner, and a look ends no training.
+        return 0, ""
 
 
 def _version(tensor: Tensor) -> int:
