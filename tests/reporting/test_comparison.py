@@ -94,6 +94,12 @@ def test_the_commands_that_repeat_a_run() -> None:
     ]
     exact = begun("/usr/bin/rankzero resume mine --nproc=2", 3)
     assert commands(begun(train), exact) == commands(begun(train))
+    limited = dataclasses.replace(begun(train), params={"train.limits.max_minutes": "5"})  # type: ignore[type-var]
+    later = dataclasses.replace(exact, params=limited.params)  # type: ignore[type-var,attr-defined]
+    assert (
+        commands(limited, ended("KILLED"), later, ended(), later, ended(), later)[1:]
+        == ["rankzero resume mine-again --nproc=2"] * 2
+    )
     trial = begun("rankzero search x.py --trials 3", rankzero__experiment_file="x.py")
     assert commands(trial) == ["rankzero train x.py --from mine --nproc 1"]
     study = started(**{"search.sampler": "tpe"})

@@ -15,9 +15,12 @@ _NEEDS_NAME = "--resume-if-there"
 
 def commands(name: str, facts: Facts) -> list[str]:
     """Return the commands for the code and for each attempt, or none if no attempt has one."""
-    every = [words(command) for command in facts.commands]
-    # A resume is exact. The first command alone trains to the end, so one more finds nothing left.
-    recorded = [one for one in every if one[1:2] != ["resume"] or _changes(one)]
+    recorded: list[list[str]] = []
+    for one, at_limit in ((words(text), at_limit) for text, at_limit in facts.every_command):
+        is_resume = one[1:2] == ["resume"]
+        # A resume is exact. The first command trains on to the end, or to the next time limit.
+        if (is_resume and at_limit) or (one not in recorded and (not is_resume or _changes(one))):
+            recorded.append(one)
     # Only a resume needs to know the new run's name.
     again = f"{name}-again" if any(command[1:2] == ["resume"] for command in recorded) else ""
     attempts = [shlex.join(_repeated(command, name, again, facts)) for command in recorded]

@@ -47,8 +47,8 @@ class Facts:
     """The user's tags, of all attempts."""
     note: str = ""
     """The user's text of ``--note``."""
-    commands: list[str] = dataclasses.field(default_factory=list)
-    """The attempts' command lines, without repetitions."""
+    every_command: list[tuple[str, bool]] = dataclasses.field(default_factory=list)
+    """Each attempt's command line, and whether the attempt before ended at its time limit."""
     attempts: int = 0
     seconds: float = 0.0
     """The time of the attempts before the newest."""
@@ -78,6 +78,11 @@ class Facts:
     def steps_text(self) -> str:
         """Return the steps of all attempts for people: ``176 of 500``."""
         return f"{self.steps:,}" + (f" of {self.total_steps:,}" if self.total_steps else "")
+
+    @property
+    def commands(self) -> list[str]:
+        """The attempts' command lines, without repetitions."""
+        return list(dict.fromkeys(command for command, _ in self.every_command))
 
     @property
     def gpu_means(self) -> dict[str, float]:
@@ -194,16 +199,16 @@ def _start(facts: Facts, event: RunStarted) -> None:
     # The time between two attempts does not count: nothing was trained.
     if facts.started is not None:
         facts.seconds += max(0.0, facts.last_time - facts.started)
+    at_limit = facts.end is not None and facts.end.status == "FINISHED" and is_limited(facts)
     facts.started = facts.last_time = event.time
     facts.attempts, facts.total_steps = event.attempt, event.total_steps
     facts.params, facts.environment = params_with_new_names(event.params), event.environment
     facts.tags |= tags_of_user(event.environment)
     facts.note = facts.note or event.environment.get(DESCRIPTION, "")
     facts.goal, facts.end = goal_of(event.params) or facts.goal, None
-    # A run that was resumed twice by the same command shows it once.
     command = event.environment.get(_COMMAND)
-    if command and command not in facts.commands:
-        facts.commands.append(command)
+    if command:
+        facts.every_command.append((command, at_limit))
 
 
 def _steps(facts: Facts, event: StepsLogged) -> None:
