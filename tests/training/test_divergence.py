@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
+import torch
 
 from rankzero.errors import NotFinite
 from rankzero.events import Noticed
@@ -44,6 +46,30 @@ def test_a_loss_that_is_nan_in_some_steps_is_told_once(train: Trainer) -> None:
 def test_a_loss_that_stays_nan_ends_the_run(train: Trainer) -> None:
     with pytest.raises(NotFinite, match="step 30 and in 20 reports in a row: lower lr"):
         train(gaps(*range(10, 40)))
+
+
+@pytest.mark.parametrize("log_every", [2, 3])
+def test_a_loss_that_is_nan_in_each_second_step_trains_on(train: Trainer, log_every: int) -> None:
+    every = vars(tiny(train__steps=60, train__log_every=log_every))
+    assert train(Gaps(**every | {"unknown": tuple(range(1, 60, 2))})).state.step == 60
+
+
+class Averaging(Gaps):
+    """Has a running mean that is NaN after a harmless step, as that of a BatchNorm."""
+
+    def model(self) -> Any:
+        model = super().model()
+        model.register_buffer("mean", torch.zeros(1))
+        return model
+
+    def measure(self, model: Any, batch: Any, at: Any) -> Any:
+        model.mean.fill_(math.nan if at.step in self.unknown else 0)
+        return super().measure(model, batch, at)
+
+
+def test_a_statistic_that_is_nan_ends_the_run_at_once(train: Trainer) -> None:
+    with pytest.raises(NotFinite, match="train/loss is not finite at step 5: lower lr"):
+        train(Averaging(**vars(gaps(4))))
 
 
 def test_a_weight_that_is_not_finite_ends_the_run_at_once(train: Trainer) -> None:

@@ -6,9 +6,11 @@ which the loss is infinite. Both do no harm. A weight that is NaN makes every la
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from rankzero.errors import NotFinite
 from rankzero.training.job import State, TrainingContext
@@ -28,8 +30,10 @@ class Divergence:
 
     def check(self, window: WindowStats) -> None:
         """Raise NotFinite if the training has diverged. Collective if the loss is not finite."""
-        if window.is_finite:
+        # It does not matter on which of its steps a window ends.
+        if window.is_finite or any(map(math.isfinite, window.values["loss"])):
             self._reports = 0
+        if window.is_finite:
             return
         self._reports += 1
         found = f"train/loss is not finite at step {self._state.step}"
@@ -43,7 +47,14 @@ class Divergence:
 
 
 def _is_finite(model: nn.Module) -> bool:
-    """Return whether this rank's part of every weight is finite."""
-    # A buffer may be infinite on purpose, such as the mask of an attention.
-    local = (one.to_local() if hasattr(one, "to_local") else one for one in model.parameters())
-    return all(bool(one.isfinite().all()) for one in local if one.requires_grad)
+    """Return whether this rank's part of every weight is finite, and no buffer is NaN."""
+    weights = [one for one in model.parameters() if one.requires_grad]
+    return all(map(_is_sound, (*weights, *model.buffers())))
+
+
+def _is_sound(tensor: Tensor) -> bool:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if tensor.requires_grad:
+        return bool(local.isfinite().all())
+    # A buffer may be infinite on purpose, such as the mask of an attention. No mean is NaN.
+    return local.layout is not torch.strided or not local.isnan().any()
