@@ -97,8 +97,21 @@ def test_batch_of_one_sample_is_not_kept() -> None:
         ([torch.ones(5, 7), torch.ones(5, 7)], torch.tensor(1.0), None),
         ([torch.ones(5, 2), torch.ones(7)], torch.tensor(1.0), None),
         (["no tensor"], torch.tensor(1.0), None),
+        ([torch.ones(9, 2), torch.ones(9)], torch.tensor(1.0), None),
+        ([torch.ones(1, 2048)], torch.tensor(1.0), None),
+        ([torch.ones(3, 4)] * 7, torch.tensor(1.0), None),
     ],
-    ids=["dropped", "a Ratio", "two views", "time first", "other tensors", "no tensors"],
+    ids=[
+        "dropped",
+        "a Ratio",
+        "two views",
+        "time first",
+        "other tensors",
+        "no tensors",
+        "padded",
+        "packed",
+        "a tensor for each sample",
+    ],
 )
 def test_means_over_other_rows_than_the_samples_are_noticed_once(
     batch: Any, value: Tensor, says: str | None
@@ -106,6 +119,7 @@ def test_means_over_other_rows_than_the_samples_are_noticed_once(
     notices: list[str] = []
     check = MeanCheck(CPU, "fp32", notices.append)
     check.keep(torch.ones(7), 7, [value])  # the first batch drops nothing
+    check.run(lambda _: {}, nn.Identity())  # as after each set
     check.keep(batch, 7, [value])
     check.keep(batch, 7, [value])
     assert len(notices) == (says is not None)

@@ -35,13 +35,13 @@ class MeanCheck:
         self._device, self._tolerance = device or torch.device("cpu"), _TOLERANCES[precision]
         self._notice = notice
         self._kept: tuple[Any, int] | None = None
-        self._is_told = False
+        self._has_run = self._is_told = False
 
     def keep(self, batch: Any, samples: int, values: Collection[Any] = ()) -> None:
         """Keep the first batch with halves. Notice a mean over other rows in `values`."""
         if self._notice is None or not samples:
             return
-        if self._kept is None and samples > 1:
+        if self._kept is None and samples > 1 and not self._has_run:
             self._kept = batch, samples
         if self._is_told or not any(isinstance(one, Tensor) and not one.dim() for one in values):
             return
@@ -51,8 +51,8 @@ class MeanCheck:
         if rows is not None:
             self._notice(
                 f"collate() returned {rows} rows for {samples} samples: a mean that measure() "
-                f"returns counts as one over {samples}, so val/ is wrong; return a Ratio, or keep "
-                "every sample"
+                f"returns counts as one over {samples}, so val/ may be wrong; return a Ratio, or "
+                "keep every sample"
             )
             self._is_told = True
 
@@ -64,7 +64,7 @@ class MeanCheck:
         kept, notice = self._kept, self._notice
         if kept is None or notice is None:
             return
-        self._kept = self._notice = None
+        self._kept, self._has_run = None, True
         states = rng.state(self._device)
         try:
             with _unchanged(model):
@@ -117,13 +117,14 @@ class MeanCheck:
 
 
 def _other_rows(shapes: Sequence[torch.Size], samples: int) -> int | None:
-    """Return the rows that all of a batch's tensors have, if they are not its samples."""
+    """Return the rows that all of a batch's tensors have, if `collate` may have dropped samples."""
     rows = {shape[0] if shape else samples for shape in shapes}
-    # Two views of each sample keep the mean as it is. Some batches have the time first.
-    if len(rows) != 1 or any(samples in shape[:2] for shape in shapes):
+    # Some batches have the time first, and a list may have a tensor for each sample.
+    if len(rows) != 1 or len(shapes) >= samples or any(samples in shape[:2] for shape in shapes):
         return None
     (found,) = rows
-    return found if found % samples else None
+    # One row may have all samples, packed.
+    return found if 1 < found < samples else None
 
 
 @contextlib.contextmanager
