@@ -354,12 +354,13 @@ class _Reader:
     def _refuse_a_share(self) -> None:
         """Raise UserError if the first epoch was a rank's share, which is divided again here."""
         length, read = length_of(self.stream), self._position
-        is_share = read < length and abs(read * self.ranks - length) <= self.parts
+        is_share = read < length and abs(read * self.ranks - length) < self.ranks
         if self.ranks > 1 and not self._epoch and is_share:
             raise UserError(
                 f"the stream says that it has {length} samples, and an epoch had {read} on a rank: "
                 "it divides itself among the ranks, and RankZero divides it, too; set divided = "
-                "True on it, or let every rank read all samples"
+                "True on it, or let every rank read all samples. Or __len__ counts samples that "
+                "__iter__ leaves out: let it return how many __iter__ yields"
             )
 
     def _seed(self) -> None:
