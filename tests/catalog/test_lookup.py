@@ -52,7 +52,12 @@ def test_figures_of_two_attempts_do_not_mix(tmp_path: Path) -> None:
     append(folder, started(2, step=20), ended("KILLED"))
     assert summary.read_summary(folder).details().metrics[f"whole_run/{interval}"] == 1.0
     append(folder, started(3, step=20), ended(metrics={speed: 7.0}))
-    assert summary.read_summary(folder).details().metrics == {f"whole_run/{speed}": 7.0}
+    # This one fails in model().
+    append(folder, started(4, step=20), ended("FAILED", metrics={"steps": 20.0}))
+    assert summary.read_summary(folder).details().metrics == {
+        f"whole_run/{speed}": 7.0,
+        "whole_run/steps": 20.0,
+    }
 
 
 def test_an_attempt_that_only_evaluated_leaves_the_run_its_speed(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ _TAIL_BYTES, _MAX_TAIL_BYTES = 1 << 12, 1 << 20
 # The tag with the digest of the training data.
 _TRAINING_DATA = "rankzero.data.training"
 _WHOLE = f"{WHOLE_RUN}/"
+_INTERVAL = f"{_WHOLE}samples_per_second_half_width"
 # Metrics that the loop logs with each report, besides those of `measure`.
 _LOOP_METRICS = 4
 
@@ -278,9 +279,9 @@ def _newest_values(events: Iterable[Event]) -> dict[str, float]:
         elif isinstance(event, Evaluated):
             found |= event.metrics
         elif isinstance(event, RunEnded):
-            if any("/" not in key for key in event.metrics):
-                # An attempt leaves out what it did not measure. Figures of two do not mix.
-                found = {key: one for key, one in found.items() if not key.startswith(_WHOLE)}
+            if "samples_per_second" in event.metrics:
+                # A short attempt has no interval. That of an earlier one does not fit its speed.
+                found.pop(_INTERVAL, None)
             for key, value in event.metrics.items():
                 found[key if "/" in key else _WHOLE + key] = value
     return numbers(found)
