@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,6 +49,12 @@ class Remembering(nn.Module):
         return y
 
 
+class Sharded(Remembering):
+    """Of a class as `fully_shard` makes it."""
+
+    __module__ = "torch.distributed.fsdp._fully_shard._fully_shard"
+
+
 class Saving(Remembering):
     def get_extra_state(self) -> Tensor:
         return self.memory
@@ -60,6 +67,8 @@ class Carrying(TINY):  # type: ignore[misc]
     kind: str = "replaced"
 
     def model(self) -> nn.Module:
+        if self.kind == "sharded":
+            return Sharded("counted")
         return Saving("written") if self.kind == "saved" else Remembering(self.kind)
 
     def measure(self, model: Any, batch: Any) -> Mapping[str, Any]:
@@ -84,6 +93,7 @@ def resumed(train: Trainer, folder: Path, kind: str, stop_at: int) -> list[str]:
         ("replaced", "model.memory"),
         ("written", "model.memory"),
         ("counted", "model.calls"),
+        ("sharded", "model.calls"),
         ("kept by the experiment", "experiment.hidden"),
     ],
 )
@@ -120,6 +130,26 @@ def test_watching_holds_no_batch(train: Trainer, tmp_path: Path) -> None:
     while next(watched, None) is not None:
         pass
     assert len(alive) == 5
+
+
+def test_watching_holds_nothing_of_an_attribute_after_its_look(
+    train: Trainer, tmp_path: Path
+) -> None:
+    experiment: Any = Carrying(**vars(tiny(train__steps=12)))
+    train(experiment, tmp_path, stop_at=8)
+    trained = train(experiment, tmp_path)
+    state = dataclasses.replace(trained.state, step=8)
+    model: Any = state.model
+    # A long table costs little.
+    model.table = list(range(3_000_000))
+    watched = carried_state.watch(iter(range(5)), trained.job, state, lambda _: None)
+    model.memory = torch.zeros(3)
+    next(watched), next(watched)
+    former = weakref.ref(model.memory)
+    begun = time.process_time()
+    model.memory = torch.zeros(3)
+    next(watched)
+    assert former() is None and time.process_time() - begun < 0.2
 
 
 class Teaching(TINY):  # type: ignore[misc]

@@ -17,6 +17,11 @@ from rankzero.training.job import State, TrainingContext
 
 # Checkpoints have the first three. `LightningSteps` clears the last one before each batch.
 _HARMLESS = ("_parameters", "_buffers", "_modules", "_logged")
+# PyTorch's wrappers count batches for themselves. `fully_shard` gives the user's classes a
+# `__module__` of PyTorch, so that tells nothing.
+_COUNTING = ("DistributedDataParallel", "OptimizedModule")
+# A table of millions of numbers would take seconds.
+_MOST_LEAVES = 10_000
 _CARRIED = (
     "changes with each batch, and no checkpoint has it for every rank: if the next batch depends "
     "on it, this resume within an epoch is not exact; see 'What does not fit' in "
@@ -27,8 +32,8 @@ _HELPER = (
     "network that measure() changes belongs into the model, with requires_grad_(False)"
 )
 _Seen = dict[str, list[tuple[Tensor | None, Any]]]
-"""By attribute, its tensors, and for each a value that changes when it is written to. Numbers are
-such values alone."""
+"""By attribute, its tensors, and for each a value that changes when it is written to. Its numbers
+are one such value."""
 
 
 def watch(
@@ -52,11 +57,10 @@ def _watched(
     yield from itertools.islice(batches, of_a_step)
     before = [look() for look, _ in looks]
     yield from itertools.islice(batches, of_a_step)
-    for (look, text), seen in zip(looks, before, strict=True):
-        names = _changed(seen, look())
+    for look, text in looks:
+        names = _changed(before.pop(0), look())
         if names:
             notice(f"{', '.join(names)} {text}")
-    before.clear()
     yield from batches
 
 
@@ -87,14 +91,15 @@ def _attributes(job: TrainingContext, model: nn.Module) -> _Seen:
         if isinstance(owner, nn.Module) and saves_more and job.world.size == 1:
             continue
         for name, value in vars(owner).items():
-            leaves = () if name in _HARMLESS else pytree.tree_leaves(value)
+            every = () if name in _HARMLESS else pytree.tree_iter(value)
+            leaves = list(itertools.islice(every, _MOST_LEAVES))
             seen = [(one, _version(one)) for one in leaves if _is_carried(one)]
-            # PyTorch's own modules, such as its DDP, count batches for themselves.
-            is_own = not type(owner).__module__.startswith("torch.")
-            # As text, a NaN equals itself.
-            numbers = [repr(one) for one in leaves if isinstance(one, (int, float)) and is_own]
-            if seen or numbers:
-                found[f"{holder}.{name}"] = [*seen, *((None, number) for number in numbers)]
+            # A NaN equals nothing.
+            numbers = [one for one in leaves if isinstance(one, (int, float)) and one == one]
+            if numbers and type(owner).__name__ not in _COUNTING:
+                seen.append((None, hash(tuple(numbers))))
+            if seen:
+                found[f"{holder}.{name}"] = seen
     return found
 
 
