@@ -306,6 +306,7 @@ def test_a_resume_names_batches_that_are_others_than_before(
     restore.newest(tmp_path / "parts" / "checkpoints", job, state, notices.append)
     if own:
         assert len(notices) == 1 and "batches() returned other lists than before" in notices[0]
+        assert "a setting that it reads has changed" in notices[0]
         return
     assert not notices
     again = train(experiment, tmp_path / "parts")

@@ -299,3 +299,15 @@ def test_fingerprints_of_other_batches_differ() -> None:
     same = fingerprint([torch.tensor([1, 2]), torch.tensor([3])])
     for other in ([[1], [2, 3]], [[2, 1], [3]], [[1, 2]]):
         assert not torch.equal(same, fingerprint([torch.tensor(one) for one in other]))
+
+
+def test_lists_are_read_once_an_epoch_for_all_its_checkpoints() -> None:
+    asked: list[int] = []
+
+    def lists(epoch: int) -> list[torch.Tensor]:
+        asked.append(epoch)
+        return [torch.tensor([epoch, 1]), torch.tensor([2, 3])]
+
+    order = BatchOrder(4, 2, 2, 1, 3, lists, epoch_steps=2)
+    found = [order.lists_before(step) for step in (0, 1, 2, 3, 4)]
+    assert asked == [0, 1] and found[0] == found[2] != found[3]

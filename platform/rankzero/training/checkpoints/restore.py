@@ -128,7 +128,8 @@ def _continue_from(
     if saved.get("fingerprint", lists) != lists:
         yield (
             "this resume is not exact: batches() returned other lists than before for the same "
-            "epoch: let it depend only on its arguments, and draw from the generator"
+            "epoch: a setting that it reads has changed, or it must depend only on its arguments "
+            "and draw from the generator"
         )
     if isinstance(job.train_loader, StreamLoader):
         streams, same_layout = saved.get("streams", []), saved.get("layout") == _layout(job)

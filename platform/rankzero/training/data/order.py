@@ -66,7 +66,12 @@ class BatchOrder:
         """Return the `fingerprint` of the lists of a finished step's epoch; empty without lists."""
         if self.lists is None:
             return []
-        return fingerprint(self.lists(max(0, step - 1) // self.steps_per_epoch)).tolist()
+        return self._fingerprint(max(0, step - 1) // self.steps_per_epoch)
+
+    @functools.cached_property  # each checkpoint asks for it, and a million samples take 0.1 s
+    def _fingerprint(self) -> Callable[[int], list[int]]:
+        lists = self.lists or (lambda _: [])
+        return functools.lru_cache(1)(lambda epoch: fingerprint(lists(epoch)).tolist())
 
     @property
     def mean_batch_size(self) -> float:
