@@ -12,8 +12,8 @@ from collections.abc import Callable
 from rankzero.events import Event, Noticed
 from rankzero.training.checkpoints import carried_state
 from rankzero.training.checkpoints.writer import Checkpoints
-from rankzero.training.divergence import Divergence
 from rankzero.training.job import State, TrainingContext
+from rankzero.training.metrics.divergence import Divergence
 from rankzero.training.metrics.reporter import Reporter
 from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.periodic import PeriodicActions
