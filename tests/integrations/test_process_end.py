@@ -85,6 +85,13 @@ def leave(code):
 sys.exit = leave
 """
 
+CONSOLE = """
+import code, io
+sys.stdin = io.StringIO("typo")
+code.interact()
+sys.ps1 = ">>> "  # From Python 3.13 on, `interact` removes it.
+"""
+
 # Each text is run as a cell, in IPython's own shell.
 CELLS = """
 import sys
@@ -138,6 +145,8 @@ def ended(folder: Path, script: str) -> list[RunEnded]:
         (BEGIN + THREAD + "sys.exit(1)", "FAILED", "exited with 1", "SystemExit"),
         (BEGIN + THREAD + "raise ValueError('boom')", "FAILED", "ValueError: boom", "script.py"),
         (EARLY + BEGIN, "FINISHED", "finished", None),
+        (BEGIN + CONSOLE, "FINISHED", "finished", None),
+        (BEGIN + CONSOLE + "raise ValueError('boom')", "FAILED", "ValueError: boom", "script.py"),
         (REPLACED + BEGIN + "sys.exit(1)", "FAILED", "ValueError: replaced", "script.py"),
     ],
 )
@@ -184,6 +193,18 @@ def test_exception_at_a_prompt_fails_only_a_run_of_its_with_block(tmp_path: Path
     for name, status in (("r1", "FINISHED"), ("r2", "FAILED")):
         events = read_all(tmp_path / f"mlruns/runs/{name}/events.jsonl")
         assert [one.status for one in events if isinstance(one, RunEnded)] == [status]
+
+
+@pytest.mark.parametrize("options", [["-i"], ["-m", "IPython", "-i"], ["-m", "IPython"]])
+def test_script_that_fails_before_a_prompt_fails_its_run(
+    tmp_path: Path, options: list[str]
+) -> None:
+    (tmp_path / "script.py").write_text(CRASH)
+    command = [sys.executable, *options, "script.py"]
+    subprocess.run(command, input="1\n", text=True, cwd=tmp_path, check=False)
+    events = read_all(tmp_path / "mlruns/runs/r1/events.jsonl")
+    ends = [one for one in events if isinstance(one, RunEnded)]
+    assert [(one.status, one.reason) for one in ends] == [("FAILED", "ValueError: boom")]
 
 
 def test_signal_that_kills_the_process_fails_the_run(tmp_path: Path) -> None:

@@ -6,12 +6,16 @@ import builtins
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from multiprocessing.util import Finalize
 from typing import Any
 
 from rankzero.events import Status
 from rankzero.integrations.own_loop.values import reason_of
+
+# The names of the code that a person types at a prompt of Python, or of `IPython.embed()`.
+_PROMPTS = ("<stdin>", "<python-input-", "<console>", "<ipython-input-")
 
 
 class _Raised:
@@ -61,16 +65,18 @@ def watch_cells(end: Callable[[BaseException, float], object]) -> None:
         return
 
     def begin(*_: object) -> None:
-        if in_main_thread():  # Others may run a cell at the same time.
-            _Raised.cell_began = time.time()
+        if not in_main_thread():  # Others may run a cell at the same time.
+            return
+        if not _Raised.cell_began and (error := _uncaught()) is not None:
+            end(error, 0.0)  # The script of `ipython -i train.py` has failed.
+        _Raised.cell_began = time.time()
         _forget()
 
     def finish(result: Any) -> None:
         if not in_main_thread():
             return
         error = getattr(result, "error_in_exec", None) or getattr(result, "error_before_exec", None)
-        if error is None and _uncaught() is not _Raised.caught:
-            error = _uncaught()  # `%run` shows an error, and succeeds.
+        error = error or _uncaught()  # `%run` shows an error, and succeeds.
         if error is not None:
             end(error, _Raised.cell_began or 0.0)
         _forget()
@@ -83,7 +89,7 @@ def watch_cells(end: Callable[[BaseException, float], object]) -> None:
 def _forget() -> None:
     """Note that the process has not ended: what was raised so far was caught."""
     if in_main_thread():
-        _Raised.exit, _Raised.caught = None, _uncaught()
+        _Raised.exit, _Raised.caught = None, _uncaught() or _Raised.caught
 
 
 def in_main_thread() -> bool:
@@ -108,16 +114,24 @@ def _error(last_use: float) -> BaseException | None:
     left = _Raised.exit if last_use <= _Raised.exit_time else None
     if raised is not None and not isinstance(raised, SystemExit):
         return raised
-    # An exception that is shown at a prompt ends no process.
-    if last is _Raised.caught or (hasattr(sys, "ps1") and _Raised.cell_began is None):
+    if last is not None and _is_of_prompt(last):
         last = None
     # An exception that ended the process came after an exit that was caught.
     return last or left or raised
 
 
 def _uncaught() -> BaseException | None:
-    # Python keeps the uncaught exception here: last_exc from 3.12 on, last_value before.
-    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    """Return the exception that Python keeps as uncaught, unless the process has gone on since."""
+    # last_exc is from 3.12 on, last_value from before.
+    last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return None if last is _Raised.caught else last
+
+
+def _is_of_prompt(error: BaseException) -> bool:
+    """Return whether a prompt has shown the exception, which ends no process then."""
+    # A prompt may have been opened before a script fails, or after it.
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return hasattr(sys, "ps1") and any(f.f_code.co_filename.startswith(_PROMPTS) for f in frames)
 
 
 def _exit(code: Any = None) -> None:
