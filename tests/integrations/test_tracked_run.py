@@ -34,6 +34,7 @@ from rankzero.events import (
     RunStarted,
     StepsLogged,
     TagsSet,
+    encode_line,
 )
 from rankzero.integrations.deferred_run import DeferredRun
 from rankzero.integrations.own_loop import values
@@ -307,6 +308,35 @@ def test_continued_run_keeps_its_goal_and_its_checkpoints() -> None:
     assert [path.name for path in kept] == ["step_00000002", "step_00000003", "step_00000005"]
     starts = [one for one in journal(run) if isinstance(one, RunStarted)]
     assert [one.params["goal.target"] for one in starts] == ["0.95"] * 3
+
+
+def test_goal_in_the_users_config_is_none_of_the_continued_run() -> None:
+    config = {"goal": {"metric": "reward", "mode": "max", "target": 1.0}}
+    for _ in range(2):
+        with rankzero.track("mine", config, name="r1", offline=True) as run:
+            assert run._goal == Goal()
+
+
+def test_run_of_an_older_version_keeps_its_goal_and_its_checkpoints() -> None:
+    """Its journal says of no run how many checkpoints it keeps."""
+    with rankzero.track("mine", name="r1", goal=Goal("acc", "max"), keep=3, offline=True) as run:
+        for step, accuracy in enumerate([0.9, 0.8, 0.7, 0.1], 1):
+            run.checkpoint({"x": 1}, step, {"acc": accuracy})
+    assert run.folder is not None
+    events = journal(run)
+    for key in ("rankzero.keep", "rankzero.goal"):
+        del events[0].environment[key]
+    (run.folder / "events.jsonl").write_bytes(b"".join(map(encode_line, events)))
+    with rankzero.track("mine", name="r1", offline=True) as run:
+        run.checkpoint({"x": 1}, 5, {"acc": 0.2})
+    kept = checkpoint_files.by_step(run.folder / "checkpoints")
+    assert [path.name[-1] for path in kept] == ["1", "2", "3", "5"]
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 300, "a/b", ""])
+def test_name_that_names_no_folder_is_refused_at_once(name: str) -> None:
+    with pytest.raises(rankzero.UserError, match="a run's name may have"):
+        rankzero.track("mine", name=name, offline=True)
 
 
 def test_goal_of_an_own_loop_may_have_any_name() -> None:

@@ -26,6 +26,8 @@ from rankzero.run_store.names import InvalidRunFolder
 
 OWN_LOOP = "rankzero.own_loop"
 """The tag of a run of `rankzero.track`, which no command of RankZero can continue."""
+GOAL = "rankzero.goal"
+"""The goal of a run of `rankzero.track` that has one: its fields as a list of JSON."""
 KEEP = "rankzero.keep"
 """How many of its best checkpoints a run of `rankzero.track` keeps."""
 _GIT_SECONDS = 5.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import sys
 import threading
 import time
@@ -62,6 +64,8 @@ class Attempt:
         """Log the start of the attempt."""
         environment = provenance.record(self.log.folder.artifacts, sys.argv)
         environment |= {provenance.OWN_LOOP: "true", provenance.KEEP: str(self._keep)}
+        if self._goal != Goal():
+            environment[provenance.GOAL] = json.dumps(dataclasses.astuple(self._goal))
         self.log(RunStarted(time.time(), params, environment, self.log.attempt))
 
     def add(self, step: Any, values: Mapping[str, Any]) -> None:

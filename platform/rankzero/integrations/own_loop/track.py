@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import os
 import secrets
 import sys
@@ -22,7 +23,7 @@ from rankzero import ranks
 from rankzero.catalog import deleted
 from rankzero.config import ConfigError
 from rankzero.errors import UserError
-from rankzero.events import RunStarted
+from rankzero.events import RunStarted, decode
 from rankzero.experiment import Goal
 from rankzero.integrations.own_loop.null_run import NullTrackedRun
 from rankzero.integrations.own_loop.params import params_of
@@ -30,10 +31,9 @@ from rankzero.integrations.own_loop.tracked_run import OPEN, TrackedRun, left_op
 from rankzero.mlflow_store import drivers, uris
 from rankzero.redaction.text import settings_without_secrets
 from rankzero.reporting.run_facts import goal_of
-from rankzero.run_store import provenance
+from rankzero.run_store import checkpoint_files, names, provenance
 from rankzero.run_store.attempt import take_over
 from rankzero.run_store.folder import Identity, RunFolder
-from rankzero.run_store.journal import read_all
 from rankzero.run_store.location import is_offline, root_of
 from rankzero.run_store.spoken_names import new_name
 from rankzero.tracking.run_log import RunLog
@@ -77,7 +77,7 @@ def track(
     _require_texts(experiment=experiment, name="" if name is None else name)
     root, offline = root_of(folder).absolute(), is_offline(offline)
     if name is not None and (goal is None or keep is None):
-        known_goal, known_keep = _known(root / "runs" / name)
+        known_goal, known_keep = _known(root / "runs", name)
         goal, keep = goal or known_goal, known_keep if keep is None else keep
     params, notes = _params(config, goal)
     uri = _store(tracking_uri, root, experiment, offline=offline)
@@ -106,16 +106,27 @@ def _require_texts(**given: object) -> None:
             raise ConfigError(f"{key}: must be a text such as 'digits', got {value!r}")
 
 
-def _known(folder: Path) -> tuple[Goal | None, int | None]:
+def _known(runs: Path, name: str) -> tuple[Goal | None, int | None]:
     """Return the goal and the number of kept checkpoints of a run, as far as its journal says."""
+    if not names.is_plain(name):
+        names.checked_run(name)  # It says why not.
+    folder, start = RunFolder(runs / name), None
+    if folder.events.exists():
+        # To decode all events of a long run takes seconds.
+        with folder.events.open("rb") as lines, contextlib.suppress(ValueError):
+            for line in lines:
+                if line.startswith(b'{"event":"RunStarted"'):
+                    start = decode(line.decode())
     # Under the defaults, a continued run would delete its best checkpoints.
-    goal, keep = None, None
-    for event in read_all(RunFolder(folder).events):
-        if isinstance(event, RunStarted):
-            goal = goal_of(event.params) or goal
-            text = event.environment.get(provenance.KEEP, "")
-            keep = int(text) if text.isdecimal() else keep
-    return goal, keep
+    if not isinstance(start, RunStarted):
+        return None, None
+    if (keep := start.environment.get(provenance.KEEP, "")).isdecimal():
+        # The params may have a goal of the user's own config.
+        goal = start.environment.get(provenance.GOAL)
+        return None if goal is None else Goal(*json.loads(goal)), int(keep)
+    # RankZero wrote a goal to the params alone. A user's own config seldom has all its fields.
+    former = goal_of(start.params) if "goal.target" in start.params else None
+    return former, max(1, len(checkpoint_files.known(folder.path / "checkpoints")) - 1)
 
 
 def _params(config: object, goal: Goal | None) -> tuple[dict[str, str], list[tuple[str, str]]]:
