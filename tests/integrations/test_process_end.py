@@ -44,6 +44,16 @@ if __name__ == "__main__":
     process.start()
     process.join()
 """
+SHOWN = """
+import code
+code.InteractiveInterpreter().runsource("typo")
+run.evaluated({"acc": 1.0})
+"""
+USED_AT_EXIT = """
+import atexit
+atexit.register(lambda: run.evaluated({"late": 1.0}))
+raise ValueError("boom")
+"""
 IMPORTED = """
 from sys import exit
 """
@@ -98,10 +108,13 @@ import sys
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
 for cell in {cells!r}:
-    shell.run_cell(cell)
+    shell.run_cell(cell, silent="silent" in cell)
 """
 CRASH = BEGIN + "raise ValueError('boom')"
 USED = "run.log({'loss': 2.0})"
+NESTED = "get_ipython().run_cell('1 + 1')"
+# As an editor's list of variables does.
+SILENT = "typo  # silent"
 OTHER = 'other = rankzero.track("mine", name="r2", offline=True)'
 # A name that is tracked again ends its own run.
 SWEEP = """
@@ -145,6 +158,8 @@ def ended(folder: Path, script: str) -> list[RunEnded]:
         (BEGIN + THREAD + "sys.exit(1)", "FAILED", "exited with 1", "SystemExit"),
         (BEGIN + THREAD + "raise ValueError('boom')", "FAILED", "ValueError: boom", "script.py"),
         (EARLY + BEGIN, "FINISHED", "finished", None),
+        (BEGIN + SHOWN, "FINISHED", "finished", None),
+        (BEGIN + USED_AT_EXIT, "FAILED", "ValueError: boom", "script.py"),
         (BEGIN + CONSOLE, "FINISHED", "finished", None),
         (BEGIN + CONSOLE + "raise ValueError('boom')", "FAILED", "ValueError: boom", "script.py"),
         (REPLACED + BEGIN + "sys.exit(1)", "FAILED", "ValueError: replaced", "script.py"),
@@ -172,6 +187,12 @@ def test_end_of_the_process_is_the_end_of_the_run(
         ([BEGIN, "sys.exit(3)", OTHER], ["FINISHED"], "finished"),
         ([BEGIN + "sys.exit(3)"], ["FAILED"], "exited with 3"),
         (["%run train.py", "1"], ["FAILED"], "ValueError: boom"),
+        (
+            [BEGIN, "1", f"{USED}\n{NESTED}\nraise ValueError('boom')"],
+            ["FAILED"],
+            "ValueError: boom",
+        ),
+        ([BEGIN, "1", SILENT], ["FINISHED"], "finished"),
         (["with open('x', 'w') as file: pass", "typo", BEGIN, "1"], ["FINISHED"], "finished"),
     ],
 )

@@ -91,6 +91,7 @@ class Attempt:
     def flush(self) -> None:
         """Log the values that wait."""
         self.note_use(time.time())
+        process_end.forget()
         self._flush()
 
     def evaluated(

@@ -26,8 +26,11 @@ class _Raised:
     caught: BaseException | None = None
     leave: Callable[[Any], object] | None = None
     """The `sys.exit` before ours: a debugger's or a test's."""
-    cell_began: float | None = None
-    """When IPython's newest cell began, if `watch_cells` follows them."""
+    cells: list[float] | None = None
+    """When IPython's cells that run now began, if `watch_cells` follows them: one can run others.
+
+    The first is 0.0: the cell, or the script, that `watch_cells` has not seen begin.
+    """
 
 
 def at_exit(
@@ -49,7 +52,7 @@ def at_exit(
         # At a prompt, both print how to leave it.
         if hasattr(builtins, name) and not hasattr(sys, "ps1"):
             setattr(builtins, name, _exit)
-    _forget()
+    forget()
     # Unlike atexit's, its functions also run in the processes of multiprocessing, and only in the
     # process that registered them.
     return Finalize(None, lambda: end(_error(last_use())), exitpriority=100)
@@ -61,34 +64,36 @@ def watch_cells(end: Callable[[BaseException, float], object]) -> None:
     At the end of the process, such an error has no known run.
     """
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if shell is None or _Raised.cell_began is not None:
+    if shell is None or _Raised.cells is not None:
         return
+    began = _Raised.cells = [0.0]
 
     def begin(*_: object) -> None:
         if not in_main_thread():  # Others may run a cell at the same time.
             return
-        if not _Raised.cell_began and (error := _uncaught()) is not None:
-            end(error, 0.0)  # The script of `ipython -i train.py` has failed.
-        _Raised.cell_began = time.time()
-        _forget()
+        if began == [0.0] and (error := _uncaught()) is not None:
+            end(error, began.pop())  # The script of `ipython -i train.py` has failed.
+        began.append(time.time())
+        forget()
 
     def finish(result: Any) -> None:
         if not in_main_thread():
             return
         error = getattr(result, "error_in_exec", None) or getattr(result, "error_before_exec", None)
         error = error or _uncaught()  # `%run` shows an error, and succeeds.
+        since = began.pop() if began else 0.0
         if error is not None:
-            end(error, _Raised.cell_began or 0.0)
-        _forget()
+            end(error, since)
+        forget()
 
     shell.events.register("pre_run_cell", begin)
     shell.events.register("post_run_cell", finish)
-    _Raised.cell_began = 0.0  # All runs of this process are of the cell that runs now.
 
 
-def _forget() -> None:
+def forget() -> None:
     """Note that the process has not ended: what was raised so far was caught."""
-    if in_main_thread():
+    # A function of atexit runs in the main thread, after its end.
+    if in_main_thread() and threading.main_thread().is_alive():
         _Raised.exit, _Raised.caught = None, _uncaught() or _Raised.caught
 
 
@@ -114,8 +119,8 @@ def _error(last_use: float) -> BaseException | None:
     left = _Raised.exit if last_use <= _Raised.exit_time else None
     if raised is not None and not isinstance(raised, SystemExit):
         return raised
-    if last is not None and _is_of_prompt(last):
-        last = None
+    if last is not None and (_Raised.cells not in (None, [0.0]) or _is_of_prompt(last)):
+        last = None  # That of a cell has ended its runs. A silent cell has none.
     # An exception that ended the process came after an exit that was caught.
     return last or left or raised
 
