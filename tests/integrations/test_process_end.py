@@ -119,7 +119,11 @@ OTHER = 'other = rankzero.track("mine", name="r2", offline=True)'
 # A name that is tracked again ends its own run.
 SWEEP = """
 import rankzero
+from rankzero.integrations.deferred_run import DeferredRun
+from rankzero.integrations.tensorboard import SummaryWriter
 with rankzero.track("mine", offline=True) as run, run.child("fold"):
+    DeferredRun("mine", offline=True).begin()
+    SummaryWriter("mine", offline=True)
     runs = [rankzero.track("mine", name=name, offline=True) for name in ("r0", "r1", "r2", "r2")]
 for run in runs:
     run.finish()

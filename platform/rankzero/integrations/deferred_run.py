@@ -58,6 +58,7 @@ class DeferredRun:
         """Return the run, started if it has not started, and as a new attempt if it has ended."""
         if self._run is None:
             self._run = track(self._experiment, self._params, **self._options)
+            self._run.is_owned = True
         self._run.reopen()
         return self._run
 

@@ -93,8 +93,8 @@ def track(
         text = f"{identity.name} is a run of the experiment {known!r}: it continues there"
         notes.append(("experiment", f"{text}, and {experiment!r} gets nothing of it"))
     if len(others := left_open(run)) == 1:  # A sweep needs no note for each run.
-        text = f"{others[0]} is still open, and ends as this process does"
-        notes.append(("open", f"{text}: end each run with a `with` block or finish()"))
+        text = f"{others[0]} is still open, and ends as this process does unless you end it"
+        notes.append(("open", f"{text}: with a `with` block or finish()"))
     for about, text in notes:
         run.tell(about, text)
     return run

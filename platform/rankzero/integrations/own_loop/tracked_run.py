@@ -45,6 +45,9 @@ class TrackedRun:
     After its end, a method that logs begins a new attempt of the run.
     """
 
+    is_owned = False
+    """Whether a `with` block or an adapter ends the run."""
+
     def __init__(
         self,
         open_log: Callable[[Identity], RunLog],
@@ -62,7 +65,7 @@ class TrackedRun:
         self._named = named
         # A child that has ended, and that the program has dropped, cannot begin again.
         self._children = weakref.WeakSet[TrackedRun]()
-        self._top, self._in_block = self, False
+        self._top = self
         self._active: str | None = None
         self._goal, self._keep, self._params = goal, keep, dict(params or {})
         self._flush_rows = flush_rows
@@ -172,7 +175,7 @@ class TrackedRun:
             return self._attempt.history.step
 
     def __enter__(self) -> TrackedRun:
-        self._in_block = True
+        self.is_owned = True
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -545,8 +548,8 @@ OPEN: dict[Path, TrackedRun] = {}
 
 
 def left_open(newest: TrackedRun) -> list[str | None]:
-    """Return the names of the other open runs that no `with` block ends, without children."""
-    runs = [run for run in list(OPEN.values()) if run._top is run and not run._in_block]
+    """Return the names of the other open runs that only the program ends, without children."""
+    runs = [run for run in list(OPEN.values()) if run._top is run and not run.is_owned]
     return [run.name for run in runs if run is not newest]
 
 
