@@ -838,9 +838,12 @@ def test_values_reach_the_journal_without_another_call() -> None:
             )
         flushers = [one for one in threading.enumerate() if one.name == "flusher"]
         assert len(flushers) == 1, "a row starts no thread of its own"
-        run.log({"on_device": torch.ones((), device="meta")}, 3)
+        run.log({"loss": 1.0})
+        on_device = torch.ones((), device="meta")
+        run.log({"loss": 1.0}, on_device)  # type: ignore[arg-type]
+        run.log({"on_device": on_device}, 4)
         time.sleep(2.5)
-        assert len(rows(journal(run))) == 2, (
+        assert len(rows(journal(run))) == 3, (
             "another thread would break the capture of a CUDA graph"
         )
     wait_until(lambda: not flushers[0].is_alive())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import json
 import sys
 import threading
@@ -167,8 +169,10 @@ class Attempt:
         for event in events:
             self.log(event)
 
-    def _flush(self) -> None:
-        rows, self._rows, self._flushed = self._rows, [], time.monotonic()
+    def _flush(self, most: int | None = None) -> None:
+        rows, self._rows = self._rows[:most], [] if most is None else self._rows[most:]
+        if not self._rows:
+            self._flushed = time.monotonic()
         if self.checkpoints is not None:
             self.log_all(self.checkpoints.poll())
         # All rows are read together: each read of a GPU waits until the GPU has caught up.
@@ -185,9 +189,11 @@ class Attempt:
                     self._has_flusher = False
                     return
                 # A read of a GPU would break a CUDA graph that the training captures meanwhile.
-                waiting = (value for _, _, row in self._rows for value in row.values())
-                if all(map(is_on_host, waiting)):
-                    guarded("values are lost", self._flush, self.log.notice)
+                waiting = ((step, *row.values()) for step, _, row in self._rows)
+                on_host = [*itertools.takewhile(lambda row: all(map(is_on_host, row)), waiting)]
+                if on_host:
+                    flush = functools.partial(self._flush, len(on_host))
+                    guarded("values are lost", flush, self.log.notice)
 
     def _floats(self, items: Collection[tuple[str, Any]]) -> list[float]:
         """Return the values as floats. One note for each name says what is no number: it is NaN."""

@@ -50,7 +50,8 @@ def snapshot(value: Any) -> Any:
 
 def is_on_host(value: Any) -> bool:
     """Return whether a value of `snapshot` is surely in the host's memory."""
-    return isinstance(value, (int, float, str)) or type(value).__module__ == "numpy"
+    is_plain = value is None or isinstance(value, (int, float, str))
+    return is_plain or type(value).__module__ == "numpy"
 
 
 def to_floats(values: list[Any], notice: Callable[[str], None]) -> list[float]:
