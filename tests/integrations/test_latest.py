@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ import torch
 import rankzero
 from rankzero import UserError
 from rankzero.cli.display import diagnosis
-from rankzero.events import Noticed, StepsLogged
+from rankzero.events import Noticed, RunStarted, StepsLogged, encode_line
 from rankzero.integrations.own_loop.tracked_run import TrackedRun
 from rankzero.reporting import run_report
 from rankzero.run_store.folder import RunFolder
@@ -74,6 +74,37 @@ def test_metric_counts_on_from_its_own_step_at_the_checkpoint(
     logged = [one for one in events if isinstance(one, StepsLogged) and one.metrics]
     assert [step for one in logged for step in one.steps] == list(range(20))
     assert "earlier attempt" not in capsys.readouterr().out
+
+
+def test_metric_counts_on_from_its_own_step_without_a_checkpoint() -> None:
+    for epochs in ((0, 1, 2), (3, 4)):
+        with rankzero.track("mine", name="r1", offline=True) as run:
+            for epoch in epochs:
+                for _ in range(4):
+                    run.log({"train/loss": 0.5})
+                run.evaluated({"val/acc": 0.5}, epoch)
+    events = read_all((run.folder or Path()) / "events.jsonl")
+    steps = [step for one in events if isinstance(one, StepsLogged) for step in one.steps]
+    assert steps == sorted({*steps})
+
+
+def test_metric_counts_on_in_a_run_of_an_older_version() -> None:
+    """Its journal does not say how far the metrics were at a checkpoint."""
+    for epochs in ((0, 1, 2), (3, 4)):
+        with rankzero.track("mine", name="r1", offline=True) as run:
+            assert (run.latest() or {"epoch": -1})["epoch"] == epochs[0] - 1
+            for epoch in epochs:
+                for _ in range(4):
+                    run.log({"train/loss": 0.5})
+                run.checkpoint({"epoch": epoch}, epoch)
+        path = (run.folder or Path()) / "events.jsonl"
+        events = [e for e in read_all(path) if not (isinstance(e, StepsLogged) and not e.metrics)]
+        for one in events:
+            if isinstance(one, RunStarted):
+                cast("dict[str, str]", one.environment).pop("rankzero.keep", None)
+        path.write_bytes(b"".join(map(encode_line, events)))
+    steps = [step for one in events if isinstance(one, StepsLogged) for step in one.steps]
+    assert steps == sorted({*steps})
 
 
 def _failed(folder: RunFolder) -> Any:

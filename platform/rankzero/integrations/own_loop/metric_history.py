@@ -7,9 +7,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from rankzero.events import Evaluated, Event, StepsLogged
+from rankzero.events import CheckpointSaved, Evaluated, Event, RunStarted, StepsLogged
 from rankzero.experiment import Goal
 from rankzero.integrations.own_loop.values import shown, to_float
+from rankzero.run_store import provenance
 
 Row = tuple[Any, float, Mapping[str, Any]]  # step, time, values by name
 
@@ -85,10 +86,16 @@ class MetricHistory:
 
     def recall(self, events: Iterable[Event]) -> None:
         """Take the newest steps, and the best value under this goal, from earlier attempts."""
+        notes_checkpoints = True
         for event in events:
+            if isinstance(event, RunStarted):
+                notes_checkpoints = provenance.KEEP in event.environment
+            if isinstance(event, CheckpointSaved) and not notes_checkpoints:
+                # An older version has logged no more of it, and this when it was written.
+                self._note_checkpoint([event.step])
             if isinstance(event, StepsLogged):
                 if not event.metrics:
-                    self._note_checkpoint(event)
+                    self._note_checkpoint(event.steps)
                 highest = dict.fromkeys(event.metrics, max(event.steps, default=0))
             elif isinstance(event, Evaluated):
                 highest = dict.fromkeys(event.metrics, event.step)
@@ -100,15 +107,15 @@ class MetricHistory:
             for name, step in highest.items():
                 self._earlier[name] = max(step, self._earlier.get(name, step))
                 self.step = max(step, self.step)
-        self._floor = self.step
+        self._floor, self._counted = self.step, dict(self._earlier)
 
     def checkpoint(self, step: int) -> list[StepsLogged]:
         """Return an event for `recall` if metrics are ahead of a checkpoint's step."""
         steps = [*self._counted.values(), *(series.step for series in self._series.values())]
         return [StepsLogged([step], [time.time()], {})] if max(steps, default=step) > step else []
 
-    def _note_checkpoint(self, event: StepsLogged) -> None:
-        for step in event.steps:
+    def _note_checkpoint(self, steps: Iterable[int]) -> None:
+        for step in steps:
             self._at_checkpoints[step] = dict(self._earlier)
         if len(self._at_checkpoints) > _MOST_EVALUATIONS:
             del self._at_checkpoints[next(iter(self._at_checkpoints))]
