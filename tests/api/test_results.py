@@ -11,7 +11,7 @@ import torch
 
 import rankzero
 from rankzero import config, experiment_file
-from rankzero.events import StepsLogged
+from rankzero.events import RunEnded, StepsLogged
 from rankzero.launch.request import write_config
 from rankzero.run_store import checkpoint_files
 from support.paths import FIXTURES
@@ -93,12 +93,14 @@ def test_metric_is_that_of_its_highest_step(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     back = StepsLogged([9, -3], [T0, T0], {"train/loss": [0.25, 8.0], "short": [1.0]})
     append(folder, started(), evaluated(9, 0.75), back, steps(1, 3), evaluated(4, 0.5))
+    append(folder, RunEnded(T0, "FINISHED", "finished", None, {"val/accuracy": 0.5, "val/f1": 0.5}))
     metrics = rankzero.run(folder.path.name, dir=tmp_path).metrics
     assert metrics == {
         "train/loss": 0.25,
         "short": 1.0,
         "val/accuracy": 0.75,
         "val/loss": 0.25,
+        "val/f1": 0.5,
     }
 
 

@@ -144,9 +144,11 @@ def take(facts: Facts, event: Event) -> None:
             facts.notices.append(event.text)
         case RunEnded():
             facts.last_time, facts.end = max(facts.last_time, event.time), event
-            # Results without a slash are of the whole run, and no metric's newest value.
-            metrics = {key: value for key, value in event.metrics.items() if "/" in key}
-            facts.metrics |= numbers(metrics)
+            # Results without a slash are of the whole run, and no metric's newest value. The others
+            # repeat the last evaluation, which may be of a lower step than an earlier one.
+            known = facts.metric_steps
+            new = {k: v for k, v in event.metrics.items() if "/" in k and k not in known}
+            facts.metrics |= numbers(new)
 
 
 def goal_of(params: Mapping[str, str]) -> Goal | None:
