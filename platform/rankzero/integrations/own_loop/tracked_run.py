@@ -186,7 +186,7 @@ class TrackedRun:
         with self._lock:
             if not self._is_open:
                 return
-            if error is None:
+            if error is None and self._top is self:
                 self._note_handled(sys.exc_info()[1])
             for child in list(self._children):
                 child.finish(error)
@@ -200,7 +200,9 @@ class TrackedRun:
 
     def _note_handled(self, error: BaseException | None) -> None:
         # In a `finally`, nobody knows yet whether the exception will end the process. One that was
-        # handled when the attempt began is not of the run.
+        # handled when the attempt began is not of the run. A generator's is how a loop leaves it.
+        if isinstance(error, GeneratorExit):
+            return
         if process_end.status_of(error)[0] != "FINISHED" and id(error) != self._handled:
             text = f"finish() was called while {type(error).__name__} was handled: {self.name} is "
             self.tell("handled", text + "FINISHED; use `with`, or finish(error)")
