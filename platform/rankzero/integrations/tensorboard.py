@@ -43,7 +43,8 @@ class SummaryWriter:
         settings = {name: value for name, value in options.items() if name not in _OF_FILES}
         experiment = (Path(log_dir).name if log_dir else Path(sys.argv[0]).stem) + comment
         self.run = run or track(settings.pop("experiment", experiment or "tensorboard"), **settings)
-        self.run.is_owned |= self._is_own
+        if self._is_own:
+            self.run.is_owned = True
         # A script may write files of its own there.
         folder = Path(log_dir) if log_dir else (self.run.folder or Path.cwd()) / "artifacts"
         self.log_dir = str(folder)

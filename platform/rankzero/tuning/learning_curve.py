@@ -126,9 +126,8 @@ class LearningCurve:
                 # A value that reaches it but for rounding must not lie beyond the evaluation.
                 share = min(1.0, (target - before.value) / (point.value - before.value))
                 return before.seconds + share * (point.seconds - before.seconds)
-            if math.isfinite(point.value) and (
-                before is None or goal.better(point.value, before.value)
-            ):
+            best = before.value if before is not None else None
+            if math.isfinite(point.value) and goal.better(point.value, best):
                 before = point
             elif before is not None:
                 # The metric did not improve since, so the line starts at this later time.

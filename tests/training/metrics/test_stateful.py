@@ -47,7 +47,7 @@ def test_update_gets_all_samples_at_once() -> None:
         (torch.ones(2), "must be the tuple of arguments of update(), because metrics() has an"),
         ((torch.ones(3),), "must get tensors with 2 rows, one for each sample of the batch, got"),
         ((torch.ones(3),), "got shape (3,): let collate() keep every sample; an object"),
-        ((["a", "b"],), "got <class 'list'>; an object of torchmetrics may get anything"),
+        ((["a", "b"],), "got <class 'list'>: let collate() keep"),
     ],
 )
 def test_wrong_arguments_are_refused(args: Any, says: str) -> None:

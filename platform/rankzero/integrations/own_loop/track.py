@@ -17,6 +17,7 @@ import json
 import os
 import secrets
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from rankzero import ranks
@@ -56,10 +57,9 @@ def track(
 
     `config`: the run's params: a mapping, dataclass, `argparse.Namespace`, or any such object.
     `name`: the run's name; an existing run is continued.
-    `goal`: the metric that decides which checkpoint is best (default: that of the continued run, or
-    the lowest val/loss).
-    `keep`: the best checkpoints that are kept, in addition to the last (default: as many as the
-    continued run keeps, or 1).
+    `goal`: the metric that decides which checkpoint is best (default: the lowest val/loss).
+    `keep`: the best checkpoints that are kept, in addition to the last (default: 1). A continued
+    run has the goal and `keep` that it had.
     `folder`: that of the embedded store and of the runs (default: $RANKZERO_DIR or ./mlruns).
     `offline`: only record; ``rankzero sync NAME`` delivers later (default: $RANKZERO_OFFLINE).
 
@@ -77,8 +77,8 @@ def track(
     _require_texts(experiment=experiment, name="" if name is None else name)
     root, offline = root_of(folder).absolute(), is_offline(offline)
     if name is not None and (goal is None or keep is None):
-        known_goal, known_keep = _known(root / "runs", name)
-        goal, keep = goal or known_goal, known_keep if keep is None else keep
+        had = _known(root / "runs", name)
+        goal, keep = goal or had[0], had[1] if keep is None else keep
     params, notes = _params(config, goal)
     uri = _store(tracking_uri, root, experiment, offline=offline)
     identity = _identity(experiment, name, uri, root / "runs")
@@ -89,15 +89,19 @@ def track(
         named=name is not None,
     )
     known = RunFolder(root / "runs" / identity.name).identity.experiment
-    if known != experiment:
-        text = f"{identity.name} is a run of the experiment {known!r}: it continues there"
-        notes.append(("experiment", f"{text}, and {experiment!r} gets nothing of it"))
-    if len(others := left_open(run)) == 1:  # A sweep needs no note for each run.
-        text = f"{others[0]} is still open, and ends as this process does unless you end it"
-        notes.append(("open", f"{text}: with a `with` block or finish()"))
-    for about, text in notes:
+    for about, text in (*notes, *_notes(run, experiment, known)):
         run.tell(about, text)
     return run
+
+
+def _notes(run: TrackedRun, experiment: str, known: str) -> Iterator[tuple[str, str]]:
+    """Yield the notes on a run's experiment, and on another run that is open, for its `tell`."""
+    if known != experiment:
+        text = f"{run.name} is a run of the experiment {known!r}: it continues there"
+        yield "experiment", f"{text}, and {experiment!r} gets nothing of it"
+    if len(others := left_open(run)) == 1:  # A sweep needs no note for each run.
+        text = f"{others[0]} is still open, and ends as this process does unless you end it"
+        yield "open", f"{text}: with a `with` block or finish()"
 
 
 def _require_texts(**given: object) -> None:

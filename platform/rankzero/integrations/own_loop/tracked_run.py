@@ -45,9 +45,6 @@ class TrackedRun:
     After its end, a method that logs begins a new attempt of the run.
     """
 
-    is_owned = False
-    """Whether a `with` block or an adapter ends the run."""
-
     def __init__(
         self,
         open_log: Callable[[Identity], RunLog],
@@ -66,6 +63,8 @@ class TrackedRun:
         # A child that has ended, and that the program has dropped, cannot begin again.
         self._children = weakref.WeakSet[TrackedRun]()
         self._top = self
+        self.is_owned = False
+        """Whether a `with` block or an adapter ends the run."""
         self._active: str | None = None
         self._goal, self._keep, self._params = goal, keep, dict(params or {})
         self._flush_rows = flush_rows

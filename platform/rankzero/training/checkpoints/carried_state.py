@@ -79,17 +79,14 @@ def _is_carried(leaf: Any) -> bool:
 
 
 def _attributes(job: TrainingContext, model: nn.Module) -> _Seen:
-    """Return the tensors and numbers that the experiment and the modules have as plain attributes.
-
-    A process alone saves what `get_extra_state` has.
-    """
+    """Return the tensors and numbers in plain attributes of the experiment and the modules."""
     holders: dict[str, Any] = {"experiment": job.experiment, "model": model}
     holders |= {f"model.{name}": module for name, module in model.named_modules() if name}
     found: _Seen = {}
     for holder, owner in holders.items():
         saves_more = getattr(type(owner), "get_extra_state", None) is not nn.Module.get_extra_state
         if isinstance(owner, nn.Module) and saves_more and job.world.size == 1:
-            continue
+            continue  # A process alone saves what `get_extra_state` has.
         for name, value in vars(owner).items():
             every = () if name in _HARMLESS else pytree.tree_iter(value)
             leaves = list(itertools.islice(every, _MOST_LEAVES))

@@ -56,13 +56,11 @@ class StatefulMetrics:
                 continue
             for arg in args:
                 if not isinstance(arg, Tensor) or not arg.dim() or len(arg) != samples:
-                    found = str(type(arg))
-                    if isinstance(arg, Tensor):
-                        found = f"shape {tuple(arg.shape)}: let collate() keep every sample"
+                    found = f"shape {tuple(arg.shape)}" if isinstance(arg, Tensor) else type(arg)
                     raise UserError(
                         f"measure()[{name!r}]: update() must get tensors with {samples} rows, one "
-                        f"for each sample of the batch, got {found}; an object of torchmetrics "
-                        "may get anything"
+                        f"for each sample of the batch, got {found}: let collate() keep every "
+                        "sample; an object of torchmetrics may get anything"
                     )
             self._arguments[name].append(args)
 
