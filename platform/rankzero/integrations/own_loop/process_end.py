@@ -53,8 +53,7 @@ def at_exit(
         if hasattr(builtins, name) and not hasattr(sys, "ps1"):
             setattr(builtins, name, _exit)
     forget()
-    # Unlike atexit's, its functions also run in the processes of multiprocessing, and only in the
-    # process that registered them.
+    # Not atexit: this also runs in processes of multiprocessing, and only in the one it began in.
     return Finalize(None, lambda: end(_error(last_use())), exitpriority=100)
 
 
