@@ -52,7 +52,7 @@ def test_a_lost_rank_is_named_in_plain_words(
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
         monkeypatch.setenv(name, str(value))
     found = failures.describe(RuntimeError(text), 0)
-    lost = "another rank's process or machine was lost"
+    lost = "another rank's process or machine, or the network between them, was lost"
     assert (found.reason == f"{lost}: see the output of the other machines") == is_lost
     assert text in found.error
     assert not failures.shows_lost_rank(ConnectionResetError(text))
