@@ -54,7 +54,7 @@ from rankzero.tuning.trial import Trials
 from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.host import Host
 from rankzero.tuning.trials.launcher import TrainLauncher
-from rankzero.tuning.verdict.confirm import DISTURBED
+from rankzero.tuning.verdict.confirm import DISTURBED, MIXED
 from rankzero.tuning.verdict.cost import DeviceResult, device_result
 from rankzero.tuning.verdict.decide import Candidate, Verdict
 from rankzero.tuning.verdict.sentence import sentence
@@ -426,6 +426,7 @@ def _sentence(setup: SearchSetup, space: Space, study: Study, verdict: Verdict) 
         max(qualities, key=lambda pair: sign * pair[1], default=None),
         edges=space.at_edge(trials[verdict.winner.trial].parameters),
         disturbed=len(facts.get(DISTURBED, ())),
+        mixed=facts.get(MIXED, ()),
     )
     if setup.options.sampler == "grid" and (left := study.untried_cells()):
         text += f" The grid has {len(left)} cells that were not tried, such as {left[0]}."

@@ -28,7 +28,7 @@ from rankzero.tuning.trials import follower
 from rankzero.tuning.trials.follower import TrialJob, TrialPool, TrialResult
 from rankzero.tuning.trials.launcher import TrainLauncher
 from rankzero.tuning.verdict import confirm
-from rankzero.tuning.verdict.confirm import CONFIRMATIONS, DISTURBED
+from rankzero.tuning.verdict.confirm import CONFIRMATIONS, DISTURBED, MIXED
 from rankzero.tuning.verdict.decide import LOOKS, Verdict, decide, second_look
 
 TARGET = "target"
@@ -68,8 +68,9 @@ class Session:
         self._budget = Budget(study, space, options, clock, already_seconds, len(launchers))
         self._guesses: Sequence[Mapping[str, Any]] = ()
         self._earlier: Sequence[Mapping[str, Any]] = ()
-        self._repeats, self._disturbed, self._losses = 0, 0, Counter[str]()
+        self._repeats, self._losses = 0, Counter[str]()
         self._helps = False
+        self._earlier_seeds = {run["seed"] for run in self._confirmations()}
         self._checks = deque[TrialJob]()
         """Trainings on other seeds of trials that would be the best."""
 
@@ -403,11 +404,10 @@ class Session:
         """
         seeds, first_seed = self._options.seeds, self._space.reference.train.seed
         later = range(seeds, LOOKS * seeds)
-        first, _ = self._renewed([], range(seeds))
         stored = [
             run
             for run in self.sound_confirmations()
-            if run["seed"] - first_seed - confirm.NEW_SEED in first
+            if run["seed"] - first_seed - confirm.NEW_SEED not in later
         ]
         trials = self._study.trials()
         candidates = confirm.candidates_of(trials, self._space, stored)
@@ -420,50 +420,36 @@ class Session:
         for others, group in ((all_of_them, [reference]), (unreliable, [])):
             for count in range(len(others), 0, -1):
                 wanted = [*group, *others[:count]]
-                rounds, _ = self._renewed(wanted, later)
-                missing = confirm.missing_runs(wanted, first_seed, rounds, self._confirmations())
+                missing = confirm.missing_runs(wanted, first_seed, later, self._confirmations())
                 if self._budget.allows_runs([trial for trial, _ in missing]):
                     return wanted
         return []
 
     def _train_rounds(self, candidates: Sequence[Trial], rounds: Sequence[int]) -> None:
         first_seed = self._space.reference.train.seed
-        rounds, replaced = self._renewed(candidates, rounds)
-        if replaced != self._study.facts.get(DISTURBED, []):
-            self._notify("an earlier session left rounds without some of these: on new seeds")
-            self._study.note(DISTURBED, replaced)
         # Runs that are lost with their host process are missing again.
         while missing := list(
             confirm.missing_runs(candidates, first_seed, rounds, self._confirmations())
         ):
+            mixed = {seed for _, seed in missing if seed in self._earlier_seeds}
+            if new := mixed.difference(known := self._study.facts.get(MIXED, [])):
+                self._study.note(MIXED, [*known, *sorted(new)])
             self._pool.run_all(self._confirmation_job(*run) for run in missing)
-
-    def _renewed(
-        self, candidates: Sequence[Trial], rounds: Sequence[int]
-    ) -> tuple[list[int], list[int]]:
-        """Return the rounds to train in the place of these, and the seeds of replaced ones."""
-        replaced, first_seed = (
-            self._study.facts.get(DISTURBED, []),
-            self._space.reference.train.seed,
-        )
-        first_new = LOOKS * self._options.seeds
-        return confirm.renewed(
-            candidates, first_seed, rounds, self._confirmations(), replaced, first_new
-        )
 
     def _repeat_disturbed(self, candidates: Sequence[Trial]) -> None:
         """Train another round for each in which the machine's speed changed, if there is time."""
+        known = list(self._study.facts.get(DISTURBED, []))
         # A round that was interrupted shows nothing. It gets its other runs if it is needed.
         whole = confirm.whole_rounds([one.number for one in candidates], self.sound_confirmations())
-        for seed in confirm.disturbed(whole)[: self._options.seeds - self._disturbed]:
+        seeds = [seed for seed in confirm.disturbed(whole) if seed not in known]
+        for seed in seeds[: max(0, self._options.seeds - len(known))]:
             if not self._budget.allows_runs(candidates):
                 return
-            self._disturbed += 1
+            known.append(seed)
             self._notify(f"the machine's speed changed in the round of seed {seed}: again")
-            # A search that is killed now trains the new round when it continues.
-            known = [*self._study.facts.get(DISTURBED, []), seed]
-            self._study.note(DISTURBED, known)
             self._train_rounds(candidates, [LOOKS * self._options.seeds + len(known) - 1])
+            # Only now: a search that is killed in between keeps the old round until it has this.
+            self._study.note(DISTURBED, known)
 
     def sound_confirmations(self) -> list[dict[str, Any]]:
         """Return the confirmations without the rounds that were trained again."""

@@ -68,9 +68,27 @@ def test_the_sentence_names_edges_and_rounds_that_were_trained_again() -> None:
     found = decide("time-to-target", candidate(0, 40.0, 41.0), [candidate(3, 12.0, 12.5)])
     text = sentence(found, GOAL, 0.97, 360.0, edges=["lr"], disturbed=2)
     assert "At the edge of its range: lr. Search from there." in text
+    assert "The search trained 2 rounds again, because the machine's speed changed." in text
+    assert "another session" not in text
+
+
+def test_the_sentence_names_rounds_of_two_sessions_if_time_counts() -> None:
+    reference, winner = candidate(0, 40.0, 41.0), candidate(3, 12.0, 12.5)
+    found = decide("time-to-target", reference, [winner])
+    text = sentence(found, GOAL, 0.97, 360.0, mixed=[1001])
     assert (
-        "The search trained 2 rounds again, because the machine's speed may have changed." in text
+        "Confirmed on 2 new seeds. Some were trained in another session: the machine's speed may "
+        "have changed in between." in text
     )
+    assert "another session" not in sentence(found, GOAL, 0.97, 360.0, mixed=[1005])
+    reference, winner = (
+        dataclasses.replace(
+            one, runs=tuple(dataclasses.replace(run, is_timed=False) for run in one.runs)
+        )
+        for one in (reference, winner)
+    )
+    found = decide("quality", reference, [winner])
+    assert "another session" not in sentence(found, GOAL, 0.97, 360.0, mixed=[1001])
 
 
 def test_nobody_is_told_to_keep_what_was_never_evaluated() -> None:

@@ -25,9 +25,9 @@ MISSED = 4.0
 """Times the steps of its trial: so long is one trained again, at most, that reached the quality."""
 _FEWEST_ROUNDS = 3  # to know what is usual
 _DISTURBANCE, _MUCH = 0.05, 4.0  # relative; times the usual disturbance
-CONFIRMATIONS, DISTURBED = "confirmations", "disturbed"
-"""Facts of a study: the confirmation runs, and the seeds of those that were trained again because
-the machine's speed changed or may have."""
+CONFIRMATIONS, DISTURBED, MIXED = "confirmations", "disturbed", "mixed"
+"""Facts of a study: the confirmation runs, the seeds of those that were trained again because the
+machine's speed changed, and the seeds of those that two sessions trained."""
 Stored = Sequence[Mapping[str, Any]]
 """Confirmations as the study stores them: the fields of `ConfirmationRun`."""
 
@@ -46,34 +46,6 @@ def missing_runs(
         for trial in [*candidates[first:], *candidates[:first]]:
             if (trial.number, seed) not in known:
                 yield trial, seed
-
-
-def renewed(
-    candidates: Sequence[Trial],
-    first_seed: int,
-    rounds: Sequence[int],
-    stored: Stored,
-    replaced: Sequence[int],
-    first_new: int,
-) -> tuple[list[int], list[int]]:
-    """Return the rounds to train in the place of these, and the seeds of all replaced ones.
-
-    An earlier session may have left a round without some of these candidates. The machine may be
-    faster now, so such rounds are replaced if a value depends on time. `replaced`: the seeds so
-    far; the round `first_new` + k takes the place of the k-th.
-    """
-    whole = {run["seed"] for run in whole_rounds([one.number for one in candidates], stored)}
-    timed = {run["seed"] for run in stored if run.get("is_timed", True)}
-    left = timed - whole - set(replaced)
-
-    def now(number: int, known: Sequence[int]) -> int:
-        while (seed := first_seed + NEW_SEED + number) in known:
-            number = first_new + known.index(seed)
-        return number
-
-    is_left = any(first_seed + NEW_SEED + now(one, replaced) in left for one in rounds)
-    known = [*replaced, *(sorted(left) if is_left else ())]
-    return [now(one, known) for one in rounds], known
 
 
 def factor_to_lead(

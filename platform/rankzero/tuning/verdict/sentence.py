@@ -22,11 +22,13 @@ def sentence(
     *,
     edges: Sequence[str] = (),
     disturbed: int = 0,
+    mixed: Sequence[int] = (),
 ) -> str:
     """Return the verdict as sentences.
 
     `closest`: the trial with the best quality, and that quality. `edges`: the winner's numbers that
-    lie at an edge of their range. `disturbed`: the rounds that were trained again.
+    lie at an edge of their range. `disturbed`: the rounds that were trained again. `mixed`: the
+    seeds that two sessions trained.
     """
     reference, winner = verdict.reference, verdict.winner
     minutes, short = search_seconds / 60, search_seconds < 90
@@ -39,7 +41,7 @@ def sentence(
     if closest is not None and not winner.costs and not verdict.region:
         found = _most_often(verdict, goal, target, edges, closest)
         return f"No configuration reached {found}. {took}. Train longer, or lower the target."
-    confirmed = _confirmed(winner, disturbed)
+    confirmed = _confirmed(verdict, disturbed, mixed)
     own = _performance(verdict.objective, reference, goal, target)
     if not verdict.beaten:
         noise = f" beyond the noise of {_noise(verdict, goal)}"
@@ -94,13 +96,17 @@ def _noise(verdict: Verdict, goal: Goal) -> str:
     return f"{noise:.0%}" if noise <= 10 else "more than 1000%"
 
 
-def _confirmed(winner: Candidate, disturbed: int) -> str:
-    if len(winner.runs) <= 1:
+def _confirmed(verdict: Verdict, disturbed: int, mixed: Sequence[int]) -> str:
+    runs = verdict.winner.runs
+    if len(runs) <= 1:
         return "No other came close enough to be worth confirming."
-    text = f"Confirmed on {len(winner.runs)} new seeds."
+    text = f"Confirmed on {len(runs)} new seeds."
+    if any(run.seed in mixed and run.is_timed for run in (*runs, *verdict.reference.runs)):
+        text += " Some were trained in another session: the machine's speed may have changed in "
+        text += "between."
     if disturbed:
         rounds = "1 round" if disturbed == 1 else f"{disturbed} rounds"
-        text += f" The search trained {rounds} again, because the machine's speed may have changed."
+        text += f" The search trained {rounds} again, because the machine's speed changed."
     return text
 
 
