@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import multiprocessing
+import shutil
 import socket
 import threading
 import time
@@ -215,7 +216,7 @@ def test_two_processes_log_one_model(folder: RunFolder, sqlite: str) -> None:
     assert tags.pop(better) == "former" and list(tags.values()) == ["best"]
 
 
-def test_a_best_model_that_another_machine_logged_is_retired(
+def test_a_best_model_of_a_machine_that_continued_the_run_stays(
     folder: RunFolder, sqlite: str
 ) -> None:
     tracker = MlflowRuns(sqlite)
@@ -224,12 +225,17 @@ def test_a_best_model_that_another_machine_logged_is_retired(
     delivered = state.DeliveryState(run_id=run.run_id, experiment_id=run.experiment_id)
     state.save(state.path_of(folder, 0), delivered)
     (folder.artifacts / "MLmodel").write_text("a model")
-    for step in (9, 7):
+    # It logs step 9. This disk has step 7 until it continues, also with another goal.
+    for step, newest, logged in ((9, 9, 9), (7, 7, 9), (8, 9, 8), (8, 8, 8)):
+        path = checkpoint_files.folder_of(folder.checkpoints, newest)
+        checkpoint_files.write(path, Path.touch, newest, {}, False)
         tags = {"rankzero.model": "best", "rankzero.step": str(step)}
         best_model._log(folder, folder.artifacts, {"step": step, "ended": T0}, tags)
+        assert list(tracker.models.best_models(run).values()) == [logged]
         (only,) = tracker.models.best_models(run)
         assert json.loads(folder.logged_model.read_text())["model_id"] == only
         folder.logged_model.unlink()
+        shutil.rmtree(folder.checkpoints)
 
 
 def test_the_model_is_logged_once_the_run_is_delivered_and_else_left_to_sync(

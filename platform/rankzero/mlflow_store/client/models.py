@@ -137,15 +137,14 @@ class MlflowModels:
         self._link_output(run, model_id, step)
         return str(model_id)
 
-    def best_models(self, run: RunRecord) -> list[str]:
-        """Return the ids of the run's logged best models, the newest last."""
-        models = [
-            model
+    def best_models(self, run: RunRecord) -> dict[str, int]:
+        """Return the steps of the run's logged best models by their ids, the newest last."""
+        steps = {
+            str(model.model_id): int(model.tags["rankzero.step"])
             for model in self._models(run, "pytorch")
             if model.status == "READY" and model.tags.get("rankzero.model") == "best"
-        ]
-        models.sort(key=lambda model: int(model.tags["rankzero.step"]))
-        return [str(model.model_id) for model in models]
+        }
+        return dict(sorted(steps.items(), key=lambda one: one[1]))
 
     def best_model(self, run: RunRecord) -> str | None:
         """Return the id of the run's newest logged best model, or None if it has none."""

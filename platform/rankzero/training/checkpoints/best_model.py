@@ -253,12 +253,18 @@ def _log(folder: RunFolder, saved: Path, note: Mapping[str, Any], tags: Mapping[
         tracker = MlflowRuns(folder.identity.tracking_uri)
         tracker.require_run(run_id)
         run, step = tracker.find_run(run_id), note["step"]
-        model_id = tracker.models.log_model(run, saved, "best_model", step, tags)
+        there = tracker.models.best_models(run)
+        known = checkpoint_files.known(folder.checkpoints).values()
+        newest = max([step, *(manifest.step for manifest in known)])
+        model_id = next(reversed(there), "")
+        # Another machine, which continued the run, may have logged a better one.
+        if there.get(model_id, -1) <= newest:
+            model_id = tracker.models.log_model(run, saved, "best_model", step, tags)
         write_atomically(folder.logged_model, json.dumps({**note, "model_id": model_id}))
-        # Only now, so that MLflow always has one of them. Another machine may have logged its best.
-        known = [] if before is None else [before["model_id"]]
-        for former in dict.fromkeys([*known, *tracker.models.best_models(run)]):
-            if former != model_id:
+        # Only now, so that MLflow always has one of them.
+        mine = {} if before is None else {before["model_id"]: step}
+        for former, at in {**mine, **there}.items():
+            if former != model_id and at <= newest:
                 tracker.models.retire(former)
     finally:
         os.close(descriptor)
