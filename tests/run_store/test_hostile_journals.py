@@ -200,6 +200,7 @@ def test_foreign_lines_are_counted_and_reported(tmp_path: Path) -> None:
 
 FIELDS = (
     *("run_id", "experiment_id", "attempt", "offsets", "marks", "floor", "sample_offset"),
+    "attempt_offset",
     *("evaluated", "waiting", "ending", "uploaded", "infinite", "goal", "best", "delivered"),
     *("skipped", "rejected", "reasons", "owners", "altered", "remarks", "failures", "outages"),
     *("away_seconds", "error", "pending_bytes", "ended", "updated", "page", "told", "claim"),

@@ -524,14 +524,16 @@ def test_resume_on_another_machine_continues_the_samples(
     tracker.points = {
         "train/loss": {50: {(0, 0.02)}},
         "system/cpu_utilization_percentage": {9: {(0, 1.0)}},
+        "whole_run/best": {4: {(0, 1.0)}},
     }
-    append(folder, started(2, step=40), steps(41, 60))
+    append(folder, started(1, step=40), steps(41, 60), ended(metrics={"best": 0.5}))
     journal = Journal(folder.system(0))
     journal(SystemSampled(T0, 0, {"system/cpu_utilization_percentage": 1.0}))
     journal.close()
     run(deliverer_to(tracker, folder))
     assert list(tracker.curve("train/loss")) == list(range(50, 61))
     assert list(tracker.curve("system/cpu_utilization_percentage")) == [9, 10]
+    assert list(tracker.curve("whole_run/best")) == [4, 5]
 
 
 CPU = "system/cpu_utilization_percentage"

@@ -204,7 +204,7 @@ def test_the_end_sends_the_figures_that_have_no_curve() -> None:
 
 def test_the_figures_of_an_attempt_come_after_those_of_another_machine() -> None:
     key = "whole_run/best"
-    there = Curves(marks={key: 1}, floor={key: 1})
+    there = Curves(marks={key: 1}, floor={key: 1}, attempt_offset=2)
     _, state = translate([started()], DeliveryState(curves=there))
     for _ in range(2):  # a replay sends the same point
         found, after = ending(ended(metrics={"best": 0.5}), state)
@@ -212,6 +212,14 @@ def test_the_figures_of_an_attempt_come_after_those_of_another_machine() -> None
     _, state = translate([started(2)], after)
     found, _ = ending(ended(metrics={"best": 0.6}), state)
     assert [(one.step, one.value) for one in points(found)] == [(3, 0.6)]
+
+
+def test_a_second_copy_sends_the_figures_of_the_new_attempt_alone() -> None:
+    state = DeliveryState(curves=Curves(marks={"whole_run/best": 0}, floor={"whole_run/best": 0}))
+    for attempt, sent in ((1, []), (2, [1])):
+        _, state = translate([started(attempt)], state)
+        found, state = ending(ended(metrics={"best": 0.5}), state)
+        assert [one.step for one in points(found)] == sent
 
 
 def test_a_short_attempt_takes_back_the_interval_of_an_earlier_speed() -> None:

@@ -71,6 +71,8 @@ class Curves:
     """`marks` as earlier attempts left them. Points at or below are in MLflow and stay."""
     sample_offset: int = 0
     """Added to a sample's number: the samples of earlier attempts on other machines."""
+    attempt_offset: int = 0
+    """Added to an attempt's number: the attempts on other machines."""
     evaluated: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Step -> time of its evaluation in ms. A checkpoint's metrics link to the same points."""
     infinite: Mapping[str, int] = dataclasses.field(default_factory=dict)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from rankzero.events import RunStarted, SystemSampled
+from rankzero.metric_names import WHOLE_RUN
 from rankzero.run_store import run_locks
 from rankzero.run_store.delivery_state import DeliveryState, load, path_of
 from rankzero.run_store.folder import RunFolder
@@ -74,19 +75,22 @@ def open_run(
 def adopt(state: DeliveryState, run: RunRecord, node: int, from_elsewhere: bool) -> DeliveryState:
     """Return the state of a run that MLflow already has points of, sent by another process.
 
-    `from_elsewhere`: another machine sent them. The samples of this one come after its samples.
+    `from_elsewhere`: another machine sent them. The samples and attempts of this one come after.
     """
     curves = state.curves
     newer = {key: at for key, at in run.marks.items() if at > curves.marks.get(key, at - 1)}
-    offset = curves.sample_offset
+    offset, attempts = curves.sample_offset, curves.attempt_offset
     if from_elsewhere:
         sent = _last_sample(curves.marks, node, offset - 1)
         offset += max(0, _last_sample(run.marks, node, sent) - sent)
+        figures = (at for key, at in run.marks.items() if key.startswith(f"{WHOLE_RUN}/"))
+        attempts = max(attempts, 1 + max(figures, default=-1) - curves.attempt)
     curves = dataclasses.replace(
         curves,
         marks={**curves.marks, **newer},
         floor={**curves.floor, **newer},
         sample_offset=offset,
+        attempt_offset=attempts,
     )
     return dataclasses.replace(
         state, run_id=run.run_id, experiment_id=run.experiment_id, curves=curves

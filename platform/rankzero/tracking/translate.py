@@ -263,26 +263,21 @@ class _Draft:
 
         A metric that has a curve needs no second last point.
         """
+        # MLflow shows a single point at step 0 as a bar, which compares runs, and a later attempt's
+        # point follows it.
+        step = max(0, self._curves.attempt - 1 + self._curves.attempt_offset)
         for key, value in event.metrics.items():
             if key != "best" and self._names.get(key) in self._marks:
                 continue
             if "/" not in key:
-                name = f"{WHOLE_RUN}/{key}"
-                yield name, self._attempt_step(name), event.time, _rounded(value)
+                yield f"{WHOLE_RUN}/{key}", step, event.time, _rounded(value)
             elif self._name(key) not in self._marks:
                 yield key, 0, event.time, value
         # A short attempt has no interval. That of an earlier one does not fit its speed.
         stale = f"{WHOLE_RUN}/{_INTERVAL}"
         is_short = _SPEED in event.metrics and _INTERVAL not in event.metrics
         if is_short and stale in self._marks:
-            yield stale, self._attempt_step(stale), event.time, math.nan
-
-    def _attempt_step(self, key: str) -> int:
-        """Return the step of this attempt's figure of the whole run."""
-        # MLflow shows a single point at step 0 as a bar, which compares runs, and a later attempt's
-        # point follows it. This disk does not know the attempts of another machine: they have
-        # points, too.
-        return max(0, self._curves.attempt - 1, self._curves.floor.get(self._name(key), -1) + 1)
+            yield stale, step, event.time, math.nan
 
     def _evaluation(self, event: Evaluated) -> list[MetricPoint]:
         milliseconds = scalars.milliseconds(event.time)
