@@ -45,6 +45,25 @@ class Family:
         self.own.commit()
 
 
+def test_a_trial_that_was_deleted_in_mlflow_is_asked_for_once(tmp_path: Path) -> None:
+    study = make(tmp_path, "study")
+    family = Family(study)
+    child = make(tmp_path, "one", parent="study")
+    study.add_child("one")
+    append(study, started())
+    append(child, started(), steps(1, 10), ended())
+    for _ in range(100):
+        family.turn()
+    family.trackers["one"].gone = True
+    append(child, started(attempt=2), steps(11, 20), ended())
+    for _ in range(100):
+        family.turn()
+    (only,) = family.trials
+    assert family.trials.complete and list(family.trials) == [only]
+    family.trials.close()
+    assert delivery_state.load(delivery_state.path_of(child, 0)).retries.gone
+
+
 def test_trials_follow_their_study_and_name_it(tmp_path: Path) -> None:
     study = make(tmp_path, "study")
     append(study, started())

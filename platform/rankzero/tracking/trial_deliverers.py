@@ -44,7 +44,8 @@ class TrialDeliverers:
             name, node = key
             # Node 0 delivers the end, and is released first.
             ended = deliverer.state.queue.ended if node == 0 else (name, 0) not in self._working
-            if deliverer.complete and ended:
+            # One that was deleted in MLflow has unread lines, and would be taken again at once.
+            if deliverer.complete and ended and not deliverer.state.retries.gone:
                 self._release(key)
         if time.monotonic() < self._look_at and not at_once:
             return
