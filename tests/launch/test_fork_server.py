@@ -115,3 +115,10 @@ def test_a_scheduler_that_signals_all_processes_ends_no_helper_of_multiprocessin
     words = [sys.executable, "-c", SERVER.format(start=start)]
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == ["True", "True"] and not done.stderr
+
+
+def test_a_server_that_has_imported_triton_ends_without_its_report() -> None:
+    pytest.importorskip("triton")
+    program = "import triton._C.libtriton, rankzero.launch.server_imports_end"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert not done.stderr
