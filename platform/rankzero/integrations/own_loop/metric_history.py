@@ -217,11 +217,9 @@ class MetricHistory:
             self._tell(f"{name} back", f"the steps of {name} go back from {series.step} to {step}")
             series.insert(step)
         if step <= self._earlier.get(name, step - 1):
-            self._tell(
-                f"attempt {self._attempt}",
-                f"step {step} of {name} has a value of an earlier attempt, as after a resume: "
-                "MLflow keeps the earlier values, and events.jsonl has both",
-            )
+            text = f"step {step} of {name} has a value of an earlier attempt, as after a resume: "
+            text += "MLflow keeps the earlier values, and events.jsonl has both"
+            self._tell(f"attempt {self._attempt}", text)
         return True
 
     def _note_loss(self, name: str, step: int, value: float) -> None:
