@@ -386,7 +386,12 @@ class TrackedRun:
         self._keep_event("an image", event)
 
     def log_model(
-        self, pytorch_model: Any, name: str = "model", *, input_example: Any, step: int | None = None
+        self,
+        pytorch_model: Any,
+        name: str = "model",
+        *,
+        input_example: Any,
+        step: int | None = None,
     ) -> None:
         """Log a module of PyTorch, which ``mlflow.pytorch.load_model`` loads.
 
