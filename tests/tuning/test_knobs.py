@@ -54,7 +54,7 @@ def test_compression_is_trained() -> None:
     space = knobs.turned(SPACE, knobs.parse("ddp.compression"))
     assert space.parameters()["train.ddp.compression"] == Choice("none", "bf16")
     assert space.reference_parameters()["train.ddp.compression"] == "none"
-    with pytest.raises(UserError, match="is for several processes"):
+    with pytest.raises(UserError, match="needs processes with"):
         knobs.turned(dataclasses.replace(SPACE, devices=(1,)), knobs.parse("ddp.compression"))
 
 

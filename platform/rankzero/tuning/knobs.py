@@ -48,7 +48,7 @@ def turned(space: Space, names: tuple[str, ...]) -> Space:
     named = {own[key] for key in type(space.reference).search if key in own} | set(names)
     if _COMPRESSION in names:
         if processes == 1 or train.strategy not in ("ddp", "zero1"):
-            text = f"--knobs {_COMPRESSION} is for several processes with train.strategy=ddp or zero1"
+            text = f"--knobs {_COMPRESSION} needs processes with train.strategy=ddp or zero1"
             raise UserError(f"{text}, not {processes} with {train.strategy}: leave it out")
         extras.setdefault(f"train.{_COMPRESSION}", Choice("none", "bf16"))
     return dataclasses.replace(
