@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import math
@@ -16,6 +17,7 @@ import pytest
 from rankzero.cli.commands import sync as command
 from rankzero.errors import FAILED
 from rankzero.events import SystemSampled, encode
+from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store import delivery_state
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
@@ -81,6 +83,47 @@ def test_samples_of_other_nodes_are_delivered_here_and_on_a_helper_machine(
     assert command.run(everything) == 0 and folder.path.name in capsys.readouterr().out
     assert not delivery_state.late_nodes(folder)
     assert command.run(everything) == 0 and "nothing to deliver" in capsys.readouterr().out
+
+
+def test_samples_of_a_deleted_run_do_not_fail_a_sync_of_all(
+    new_store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    shutil.copy(new_store, tmp_path / "mlflow.db")
+    parent = make_folder(tmp_path, uri)
+    kept, gone = (
+        RunFolder.create(
+            parent.path.parent,
+            dataclasses.replace(parent.identity, name=name, uuid=name, parent=parent.path.name),
+        )
+        for name in ("kept", "gone")
+    )
+    for folder in (parent, kept, gone):
+        append(folder, started(), steps(1, 3), ended())
+    for child in (kept, gone):
+        parent.add_child(child.path.name)
+        child.late_model.touch()
+    monkeypatch.setattr(command, "_lacks_model", lambda folder: folder.late_model.exists())
+    logged: list[RunFolder] = []
+
+    def log_best(folder: RunFolder, _: object) -> None:
+        logged.append(folder)
+        folder.late_model.unlink()
+
+    sample = encode(SystemSampled(T0, 1, {"system/node_1/cpu": 1.0})) + "\n"
+    gone.system(1).write_text(sample)
+    assert sync.deliver(parent).done
+    run_id = delivery_state.load(delivery_state.path_of(gone, 0)).run_id or ""
+    MlflowRuns(uri)._client.delete_run(run_id)
+    later = encode(SystemSampled(T0 + 9, 2, {"system/node_1/cpu": 1.0})) + "\n"
+    gone.system(1).write_text(sample + later)
+    monkeypatch.setattr(best_model, "log_best", log_best)
+    assert command._deliver(parent, is_named=False) == 0 and logged == [kept]
+    assert "was deleted" in capsys.readouterr().out
+    assert command._deliver(parent, is_named=True) == FAILED
 
 
 LOGS, LOGS_NONE = "train: {mlflow: {log_model: true}}", "train: {mlflow: {log_model: false}}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+from collections.abc import Collection
 
 from rankzero import config
 from rankzero.catalog import command_lines, lookup
@@ -53,11 +54,12 @@ def _deliver(folder: RunFolder, *, is_named: bool) -> int:
     # `pending` counts what MLflow refused to take for now, not what it rejected for good.
     again = command_lines.line(folder.root, "sync", name)
     late_nodes = delivery_state.late_nodes(folder)
-    gone = [one for one in (folder, *folder.children) if _is_gone(one)]
-    if gone and result.pending == sum(delivery_status.status(one).pending for one in gone):
-        print(f"{name}: {result.error}")
+    parts = (folder, *folder.children)
+    gone = {one: why for one in parts if (why := _why_gone(one))}
+    if gone and not any(_waits(one) for one in parts if one not in gone):
+        print(f"{name}: {next(iter(gone.values()))}")
         # A scheduled sync of all runs must not fail until somebody frees the disk.
-        return FAILED if is_named else FINISHED
+        return max(FAILED if is_named else FINISHED, _log_models(folder, gone))
     if result.pending or late_nodes:
         why = result.error or "no answer" + "".join(f", samples of node {n}" for n in late_nodes)
         done = f"{result.delivered:,} values delivered, the rest failed"
@@ -78,11 +80,11 @@ def _deliver(folder: RunFolder, *, is_named: bool) -> int:
     return _log_models(folder)
 
 
-def _log_models(folder: RunFolder) -> int:
+def _log_models(folder: RunFolder, gone: Collection[RunFolder] = ()) -> int:
     """Log the best models that MLflow lacks, and return the exit code."""
     # A parent has no model of its own, and the trials of a search keep none.
     late = [child for child in folder.children if child.late_model.exists()]
-    models = late if folder.children else [folder]
+    models = [one for one in (late if folder.children else [folder]) if one not in gone]
     for one in models:
         if _lacks_model(one):
             # Imports PyTorch.
@@ -96,9 +98,15 @@ def _log_models(folder: RunFolder) -> int:
     return FAILED if any(one.late_model.exists() for one in models) else FINISHED
 
 
-def _is_gone(folder: RunFolder) -> bool:
-    """Return whether MLflow lacks something of a run that was deleted there."""
-    return delivery_state.load(delivery_state.path_of(folder, 0)).retries.gone
+def _why_gone(folder: RunFolder) -> str | None:
+    """Return the error of a run that was deleted in MLflow, which lacks something of it."""
+    paths = (delivery_state.path_of(folder, node) for node in delivery_state.nodes(folder))
+    tried = (delivery_state.load(path).retries for path in paths)
+    return next((one.error for one in tried if one.gone), None)
+
+
+def _waits(folder: RunFolder) -> bool:
+    return bool(delivery_status.status(folder).pending or delivery_state.late_nodes(folder))
 
 
 def _lacks_model(folder: RunFolder) -> bool:
