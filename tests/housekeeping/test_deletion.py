@@ -536,14 +536,17 @@ def test_run_whose_experiment_was_deleted_during_its_delivery_gets_the_rest_once
     append(folder, started(), steps(1, 3))
     assert sync.deliver(folder).run_id
     tracker, run_id = MlflowRuns(server.uri), mlflow_id(folder) or ""
-    tracker._client.delete_experiment(tracker._run(run_id).info.experiment_id)
+    experiment = tracker._run(run_id).info.experiment_id
+    tracker._client.delete_experiment(experiment)
     append(folder, steps(4, 6), ended())
     code, output = here("sync", "one")
     assert code == FAILED and output.count("\n") == 1 and "delete --restore one" in output, output
     assert here("sync")[0] == 0, "a scheduled sync fails for ever"
     assert "one" in here("runs")[1] and "MLflow lacks" in here("delete", "one", "--yes")[1]
     code, output = here("delete", "--restore", "one")
-    assert code == 0 and tracker.deletion.is_active(run_id), output
+    assert code == 2 and f"mlflow experiments restore -x {experiment}" in output, output
+    assert "all of its runs" in output and not tracker.deletion.is_active(run_id)
+    tracker._client.restore_experiment(experiment)
     assert "is not deleted" in here("delete", "--restore", "one")[1]
     code, output = here("sync", "one")
     assert code == 0 and "complete" in output and "deleted" not in output, output

@@ -12,6 +12,7 @@ from rankzero.mlflow_store import uris
 from rankzero.mlflow_store.client import mlflow_compat
 from rankzero.mlflow_store.client.artifact_locations import ArtifactLocations
 from rankzero.mlflow_store.client.connection import all_found
+from rankzero.mlflow_store.client.experiments import restore_command
 from rankzero.mlflow_store.client.models import MlflowModels
 from rankzero.mlflow_store.client.records import RunRecord
 
@@ -27,6 +28,7 @@ class MlflowDeletion:
         models: MlflowModels,
     ) -> None:
         self._client, self._locations, self._models = client, locations, models
+        self._uri = tracking_uri
         self.is_local = uris.sqlite_path(tracking_uri) is not None
         """Whether runs can be erased from here: from a server, only its administrator can."""
 
@@ -44,14 +46,22 @@ class MlflowDeletion:
             self._client.delete_run(run_id)
 
     def restore(self, run_id: str) -> bool:
-        """Bring a deleted run back, with its experiment. Return False if it is gone."""
+        """Bring a deleted run back. Return False if it is gone.
+
+        Raises ExperimentGone if its experiment is deleted.
+        """
         run = self._found(run_id)
         if run is None:
             return False
         # Nobody sees the runs of a deleted experiment.
         experiment = self._client.get_experiment(run.info.experiment_id)
         if experiment.lifecycle_stage == "deleted":
-            self._client.restore_experiment(experiment.experiment_id)
+            # It would bring back other runs, too, which somebody may have deleted on purpose.
+            command = restore_command(self._uri, experiment.experiment_id)
+            raise uris.ExperimentGone(
+                f"the MLflow experiment {experiment.name!r} was deleted; this brings back all of "
+                f"its runs: {command}"
+            )
         self._client.restore_run(run_id)
         return True
 

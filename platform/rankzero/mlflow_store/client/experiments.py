@@ -20,6 +20,13 @@ from rankzero.run_store.folder import Identity
 _LONGEST_FOLDER = 200
 
 
+def restore_command(tracking_uri: str, experiment_id: str) -> str:
+    """Return the command that brings a deleted experiment back, with all of its runs."""
+    # Without the store's address, mlflow would make one in the current folder.
+    store = f"MLFLOW_TRACKING_URI={shlex.quote(url_without_secrets(tracking_uri))}"
+    return f"{store} mlflow experiments restore -x {experiment_id}"
+
+
 def find_or_create(client: MlflowClient, tracking_uri: str, identity: Identity) -> str:
     """Return the id of the run's experiment, which another process may create at the same time.
 
@@ -29,11 +36,10 @@ def find_or_create(client: MlflowClient, tracking_uri: str, identity: Identity) 
         experiment = client.get_experiment_by_name(identity.experiment)
         if experiment is not None:
             if experiment.lifecycle_stage == "deleted":
-                # Without the store's address, mlflow would make one in the current folder.
-                store = f"MLFLOW_TRACKING_URI={shlex.quote(url_without_secrets(tracking_uri))}"
+                restore = restore_command(tracking_uri, experiment.experiment_id)
                 raise ExperimentGone(
                     f"the MLflow experiment {identity.experiment!r} was deleted: use another name, "
-                    f"or: {store} mlflow experiments restore -x {experiment.experiment_id}"
+                    f"or: {restore}"
                 )
             return require_id(experiment.experiment_id, "experiment")
         with contextlib.suppress(MlflowException):
