@@ -207,6 +207,10 @@ def test_import_of_what_mlflow_had_is_refused_offline(
     assert main(["import", str(tmp_path / "s.zip"), "--dir", str(theirs)]) == 2
     assert "import it without RANKZERO_OFFLINE" in capsys.readouterr().err
     assert not (theirs / "runs" / "study").exists()
+    monkeypatch.delenv("RANKZERO_OFFLINE")
+    assert main(["import", str(tmp_path / "s.zip"), "--dir", str(theirs)]) == 0
+    monkeypatch.setenv("RANKZERO_OFFLINE", "1")
+    assert main(["import", str(tmp_path / "s.zip"), "--dir", str(theirs)]) == 0, "all is there"
 
 
 def test_another_run_of_the_name_is_kept(roots: tuple[Path, Path], tmp_path: Path) -> None:

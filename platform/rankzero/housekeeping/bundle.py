@@ -129,7 +129,10 @@ def read(file: Path, runs: Path, tracking_uri: str, *, offline: bool) -> RunFold
         named = _unpack(file, aside)
         # All are checked before the first is placed: half a study would be neither old nor new.
         folders = [_checked(aside / _RUNS / name, runs) for name in named]
-        if offline and (aside / _MLFLOW).exists():
+        late = [
+            one for one in folders if not one.path.exists() or (one.path / _UNFINISHED).exists()
+        ]
+        if late and offline and (aside / _MLFLOW).exists():
             # A later sync has the journal alone.
             raise UserError(
                 f"{file} has artifacts and tags for MLflow, which offline nothing reaches: import "
@@ -138,7 +141,6 @@ def read(file: Path, runs: Path, tracking_uri: str, *, offline: bool) -> RunFold
         for folder in folders:
             if not folder.path.exists():
                 _place(aside / _RUNS / folder.path.name, folder, tracking_uri, named)
-        late = [one for one in folders if (one.path / _UNFINISHED).exists()]
         if late and not offline:
             uris.prepare_store(tracking_uri)
             sync.deliver(folders[0])
