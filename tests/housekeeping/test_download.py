@@ -13,6 +13,7 @@ from rankzero.events import CheckpointSaved
 from rankzero.experiment import Goal
 from rankzero.housekeeping import download
 from rankzero.mlflow_store.client import MlflowRuns
+from rankzero.mlflow_store.client.models import MlflowModels
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder
 from rankzero.training.checkpoints import restore
@@ -77,6 +78,25 @@ def test_the_best_is_fetched_with_the_newest(uploaded: RunFolder, sqlite: str) -
         path.rename(uploaded.path / f"again-{path.name}")
     steps, (problem,) = _fetched(uploaded)
     assert steps == [3] and "the checkpoint of step 1 that MLflow has is not used" in problem
+
+
+def test_a_best_checkpoint_that_cannot_come_does_not_hold_up_the_newest(
+    uploaded: RunFolder, sqlite: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker, client = MlflowRuns(sqlite), MlflowClient(sqlite)
+    known = tracker.models.list_checkpoints(tracker.find_run(uploaded.identity.mlflow_run_id or ""))
+    for one in known[:2]:  # as a courier that was killed between two tags leaves them
+        client.set_logged_model_tags(one.model_id, {"rankzero.best": "true"})
+    real = MlflowModels.download_checkpoint
+
+    def download(models: MlflowModels, model_id: str, destination: Path) -> Path:
+        if model_id == known[1].model_id:
+            raise ConnectionError("reset by peer")
+        return real(models, model_id, destination)
+
+    monkeypatch.setattr(MlflowModels, "download_checkpoint", download)
+    steps, (problem,) = _fetched(uploaded)
+    assert steps == [3] and "of step 2" in problem and "reset by peer" in problem
 
 
 def test_run_that_was_renamed_in_mlflow_is_the_one_on_this_disk(

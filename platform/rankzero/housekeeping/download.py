@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rankzero.catalog.lookup import find, mlflow_id
 from rankzero.errors import UserError
 from rankzero.mlflow_store.uris import TrackingError, artifact_root
+from rankzero.redaction.text import line_without_secrets
 from rankzero.run_store import checkpoint_files, names
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.location import may_be_foreign
@@ -89,21 +90,28 @@ def newest_checkpoint(
         run = tracker.find_run(run_id)
     known = tracker.models.list_checkpoints(run)
     ready = [one for one in known if one.status == "READY" and one.step > after]
-    problems: list[str] = []
-    for one in known if ready else ():
-        is_here = (
-            one == ready[-1] or checkpoint_files.folder_of(folder.checkpoints, one.step).exists()
-        )
-        # Before the newest: with that one here, nothing would be looked for in MLflow again.
-        if one.best and one.status == "READY" and not is_here:
-            problem = _fetch(tracker, folder, one)
-            problems += [problem] if problem is not None else []
+    # Before the newest: with that one here, nothing would be looked for in MLflow again.
+    best = [one for one in known if one.best and one.status == "READY"][-1:] if ready else []
+    problems = [
+        text for one in best if one != ready[-1] and (text := _fetch_best(tracker, folder, one))
+    ]
     for one in reversed(ready):
         problem = _fetch(tracker, folder, one)
         if problem is None:
             return checkpoint_files.folder_of(folder.checkpoints, one.step), problems
         problems.append(problem)
     return None, list(dict.fromkeys(problems))
+
+
+def _fetch_best(tracker: MlflowRuns, folder: RunFolder, one: RemoteCheckpoint) -> str | None:
+    """Download a checkpoint that the run can do without, unless it is here; return the problem."""
+    if checkpoint_files.folder_of(folder.checkpoints, one.step).exists():
+        return None
+    try:
+        return _fetch(tracker, folder, one)
+    except Exception as error:  # of MLflow, the network, the disk
+        why = line_without_secrets(f"{type(error).__name__}: {error}")
+        return f"the best checkpoint, of step {one.step}, does not come from MLflow: {why}"
 
 
 def _fetch(tracker: MlflowRuns, folder: RunFolder, one: RemoteCheckpoint) -> str | None:
