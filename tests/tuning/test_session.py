@@ -543,10 +543,21 @@ def test_a_goal_that_is_nan_ends_the_search_after_the_reference(search: Searcher
             return math.nan
 
     launcher = Blind()
+    aimless = config.override(Mine(), {"goal.target": None})
     for _ in range(2):
         with pytest.raises(RunFailed, match="val/accuracy was NaN in every evaluation"):
-            search(launcher)
+            search(launcher, aimless)
     assert len(launcher.started) == 1
+
+
+def test_another_configuration_may_reach_a_target_where_yours_is_nan(search: Searcher) -> None:
+    class Blind(FakeLauncher):
+        def quality(self, experiment: Experiment, samples: float) -> float:
+            own = experiment.train.batch_size == 32 and experiment.lr == 0.03
+            return math.nan if own else super().quality(experiment, samples)
+
+    found, study, _, _ = search(Blind())
+    assert found.beaten and "best" not in study.trials()[0].facts
 
 
 def test_a_reference_that_crashes_is_not_said_to_need_a_target(search: Searcher) -> None:

@@ -153,11 +153,12 @@ class Session:
                 if last.state == "PRUNED":
                     text += ". With a goal.target, a search continues without it"
                 raise RunFailed(text)
-        own = self._reference()
-        if own is not None and own.state == "COMPLETE" and "best" not in own.facts:
-            name = self._space.reference.goal.metric
+        own, goal = self._reference(), self._space.reference.goal
+        is_blind = own is not None and own.state == "COMPLETE" and "best" not in own.facts
+        # Another configuration may reach a target of the user's.
+        if is_blind and goal.target is None:
             raise RunFailed(
-                f"{name} was NaN in every evaluation of your own configuration, so there is "
+                f"{goal.metric} was NaN in every evaluation of your own configuration, so there is "
                 "nothing to compare with"
             )
 
