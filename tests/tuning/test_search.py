@@ -18,7 +18,7 @@ from rankzero.tuning.search import (
     refuse_other_storage,
 )
 from rankzero.tuning.space import make_space
-from rankzero.tuning.study import open_study
+from rankzero.tuning.study import find_study, open_study
 from rankzero.tuning.verdict.decide import Candidate
 from support.runs import make_folder
 
@@ -67,11 +67,13 @@ def test_a_study_knows_the_code_that_it_began_with(tmp_path: Path) -> None:
 
 
 def test_a_new_study_does_not_begin_in_the_run_of_another(tmp_path: Path) -> None:
-    study = open_study(f"sqlite:///{tmp_path / 's.db'}", "s", sampler="tpe", pruner="none", seed=0)
-    folder = make_folder(tmp_path, name="s")
-    refuse_other_storage(study, folder)
+    storage, folder = f"sqlite:///{tmp_path / 's.db'}", make_folder(tmp_path, name="s")
+    refuse_other_storage(storage, folder)
     folder.add_child("s-t00")
-    with pytest.raises(UserError, match="in another --storage: give it, or --new"):
-        refuse_other_storage(study, folder)
+    with pytest.raises(UserError, match="in another --storage, or its database is lost: give it"):
+        refuse_other_storage(storage, folder)
+    with pytest.raises(UserError, match="there are none yet"):
+        find_study(storage, "s")
+    study = open_study(storage, "s", sampler="tpe", pruner="none", seed=0)
     study.note(SPACE, {})
-    refuse_other_storage(study, folder)
+    refuse_other_storage(storage, folder)

@@ -121,6 +121,7 @@ def run(setup: SearchSetup) -> SearchOutcome:
     setup.space.check_reference()
     # With --offline, nothing has made the folder before.
     make_root(setup.root)
+    refuse_other_storage(setup.storage, RunFolder(setup.root / "runs" / setup.identity.name))
     study = open_study(
         setup.storage,
         setup.identity.name,
@@ -128,7 +129,6 @@ def run(setup: SearchSetup) -> SearchOutcome:
         pruner=setup.options.pruner,
         seed=setup.space.reference.train.seed,
     )
-    refuse_other_storage(study, RunFolder(setup.root / "runs" / study.name))
     space = space_of_version(study, setup.space, setup.options)
     setup = dataclasses.replace(setup, space=space)
     if has_changed(study, setup.described.code):
@@ -148,11 +148,13 @@ def run(setup: SearchSetup) -> SearchOutcome:
         return _lead(setup, study, _like(setup, study)) if leads else _help(setup, study)
 
 
-def refuse_other_storage(study: Study, folder: RunFolder) -> None:
+def refuse_other_storage(storage: str, folder: RunFolder) -> None:
     """Raise UserError for a new study if the run of its name has the trials of another one."""
-    if SPACE not in study.facts and folder.children:
+    # Before the new study is made: an empty one would hide the page of the run.
+    if folder.children and folder.path.name not in decided_studies(storage, {}, SPACE):
         raise UserError(
-            f"the trials of study {study.name} are in another --storage: give it, or --new"
+            f"the trials of study {folder.path.name} are in another --storage, or its database is "
+            "lost: give it, or --new"
         )
 
 
