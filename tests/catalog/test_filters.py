@@ -96,5 +96,6 @@ def test_a_condition_on_a_run_or_a_parent_finds_children() -> None:
         return [run.name for run in select(among, conditions)]
 
     assert found("parent=s") == found("run=s-t00") == ["s-t00"]
+    assert found("parent=s*") == ["s-t00"] and found("run=*") == [ONE.name]
     assert found() == found("run!=x") == [ONE.name]
     assert found("run!=x", everything=True) == [ONE.name, "s-t00"]

@@ -100,9 +100,13 @@ def candidates(
 ) -> list[Summary]:
     """Return the runs to select from: no children, unless `everything`, or a condition names one.
 
-    A search's trials are many. But somebody who names a run, or a parent, means that one.
+    A search's trials are many. But somebody who names a run, or a parent, means that one. A
+    pattern names no run.
     """
-    names = any(one.sign == "=" and one.key in ("run", "parent") for one in conditions)
+    names = any(
+        one.sign == "=" and (one.key == "parent" or (one.key == "run" and "*" not in one.value))
+        for one in conditions
+    )
     return [run for run in runs if everything or names or run.parent is None]
 
 
