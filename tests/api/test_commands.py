@@ -245,7 +245,7 @@ def test_settings_and_options_become_arguments(
 ) -> None:
     called: list[list[str]] = []
 
-    def call(words: list[str], *, showing: bool) -> None:
+    def call(words: list[str], **_: bool) -> None:
         called.append(words[:-1])
         assert words[-1].startswith("--result-file=")
         raise rankzero.UserError("not now")
@@ -271,6 +271,14 @@ def test_settings_and_options_become_arguments(
             *(*words, f"--dir={tmp_path}", "--no-probe", "--no-offline"),
         ]
     ]
+
+
+def test_a_stopped_search_has_no_result_for_the_caller() -> None:
+    commands._check(75, "")
+    with pytest.raises(rankzero.RunFailed, match="continues the study"):
+        commands._check(
+            75, "interrupted: `rankzero search x.py` continues the study\n", stopped_fails=True
+        )
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ def search(
     with tempfile.TemporaryDirectory(prefix="rankzero-") as folder:
         # Only the command knows the study's name: it depends on all that must stay equal.
         result = Path(folder) / "study.json"
-        _call([*words, f"--result-file={result}"], showing=False)
+        _call([*words, f"--result-file={result}"], showing=False, stopped_fails=True)
         study = json.loads(result.read_text(encoding="utf-8"))["study"]
     return SearchHandle(results.run(study, dir=dir), experiment)
 
@@ -262,8 +262,10 @@ def _options(**wanted: Any) -> Iterator[str]:
             yield f"{option}={value}"
 
 
-def _call(words: Sequence[str], *, showing: bool) -> None:
+def _call(words: Sequence[str], *, showing: bool, stopped_fails: bool = False) -> None:
     """Run the command to its end; `showing`: it draws on the terminal itself.
+
+    `stopped_fails`: a stopped one has no result for the caller.
 
     Ctrl-C and a notebook's interrupt reach the command once, so that it stops with a checkpoint.
     KeyboardInterrupt is raised after that. Another exception stops it, too. SIGTERM and SIGHUP
@@ -295,7 +297,7 @@ def _call(words: Sequence[str], *, showing: bool) -> None:
         if interrupted:
             raise KeyboardInterrupt
         errors.seek(0)
-        _check(process.returncode, errors.read())
+        _check(process.returncode, errors.read(), stopped_fails=stopped_fails)
 
 
 @contextlib.contextmanager
@@ -327,12 +329,12 @@ def _ends_with(process: subprocess.Popen[str]) -> Iterator[None]:
             signal.raise_signal(first)
 
 
-def _check(code: int, errors: str) -> None:
+def _check(code: int, errors: str, *, stopped_fails: bool = False) -> None:
     """Print what the command noted. Raise its error with the text that the command printed."""
     # The error comes last. Its text may quote another error, but not at the start of a line.
     notes, _, message = f"\n{errors}".rpartition("\nerror: ")
-    # A stopped run has a checkpoint, which the caller wants. It is not an error.
-    fails = code not in (FINISHED, NOT_DELIVERED, RESUMABLE)
+    # A stopped run has a checkpoint, which the caller wants. A stopped search has no verdict.
+    fails = code not in (FINISHED, NOT_DELIVERED) and (stopped_fails or code != RESUMABLE)
     print(notes[1:] if fails else errors, end="", file=sys.stderr)
     if fails:
         kind = UserError if code == USAGE else RunFailed

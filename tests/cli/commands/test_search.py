@@ -318,7 +318,7 @@ def test_trials_side_by_side_divide_a_containers_quota(monkeypatch: pytest.Monke
     monkeypatch.setattr(search, "_search", lambda *_: 0)
     monkeypatch.setattr(search, "usable_cores", lambda: list(range(16)))
     monkeypatch.setattr(search, "core_count", lambda: 4)
-    assert search.run(argparse.Namespace(parallel=2, slurm=False, ray=None)) == 0
+    assert search.run(argparse.Namespace(parallel=2, slurm=False, ray=None, new=False)) == 0
     cores = [one.cores or () for one in found if one]
     assert [len(one) for one in cores] == [2, 2] and not set(cores[0]) & set(cores[1])
     # Two containers of one machine see the same cores.
@@ -335,6 +335,16 @@ def test_sigterm_stops_a_search_as_ctrl_c_does_and_once() -> None:
             signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGHUP)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_stop_before_the_study_has_begun_names_the_command_as_well(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(search, "_search_options", lambda _: None)
+    monkeypatch.setattr(search, "_make_host", lambda _: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr("sys.argv", ["rankzero", "search", "x.py", "--new"])
+    assert search.run(argparse.Namespace(new=True)) == 75
+    assert "search x.py --new` continues the study" in capsys.readouterr().err
 
 
 def at_once(folders: list[Path]) -> int:

@@ -127,7 +127,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     chosen = _search_options(arguments)
-    with _stop_signals(), closed_together() as hosts:
+    with _stop_signals():
+        try:
+            return _run(arguments, chosen)
+        except KeyboardInterrupt:
+            again = _again(new=arguments.new)
+            print(f"interrupted: `{again}` continues the study", file=sys.stderr)
+            return RESUMABLE
+
+
+def _run(arguments: argparse.Namespace, chosen: SearchOptions) -> int:
+    with closed_together() as hosts:
         first = _make_host(arguments)
         hosts.append(first)
         described, space = described_space(arguments, first)
@@ -161,7 +171,7 @@ def _stop_signals() -> Iterator[None]:
         yield
     finally:
         for one, handler in before.items():
-            signal.signal(one, handler)
+            signal.signal(one, signal.SIG_DFL if handler is None else handler)
 
 
 def own_cores(host: str) -> list[int]:
@@ -283,9 +293,9 @@ def open_run(
     )
 
 
-def _again() -> str:
-    """Return the command that continues what this one began."""
-    words = [word for word in sys.argv[1:] if word != "--new"]
+def _again(*, new: bool = False) -> str:
+    """Return the command that continues what this one began. `new`: a new study has no run yet."""
+    words = [word for word in sys.argv[1:] if new or word != "--new"]
     return text_without_secrets(shlex.join([program(), *words]))
 
 
@@ -351,11 +361,9 @@ def _search(
     where = f"{'/'.join(map(str, space.devices))} x {described.device}"
     where += f", {space.machines} machines" if space.machines > 1 else ""
     print_line(f"study  {identity.name}  ({arguments.objective}, {where})")
-    try:
-        outcome = search.run(setup)
-    except KeyboardInterrupt:
-        print(f"interrupted: `{setup.again}` continues the study", file=sys.stderr)
-        return RESUMABLE
+    # A stop from here on is continued without --new.
+    arguments.new = False
+    outcome = search.run(setup)
     print_line(f"\n{outcome.text}")
     if is_interactive():
         text_console().bell()
