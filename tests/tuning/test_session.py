@@ -391,6 +391,10 @@ def test_a_crash_on_another_seed_leaves_the_result_of_the_first(
     _, study, _, _ = search(launcher, trials=7, name="crashes")
     kept = study.trials()[leads.number]
     assert kept.feasible and kept.value == leads.facts["values"][0] and "values" not in kept.facts
+    launcher = FakeLauncher(by_trial({leads.number: fate}, seed=2))
+    _, study, _, _ = search(launcher, trials=7, name="later")
+    kept = study.trials()[leads.number]
+    assert len(kept.facts["values"]) == kept.facts[next_trial.SEEDS] == 2
 
 
 def test_a_trial_that_is_interrupted_on_another_seed_is_tried_again(
@@ -644,6 +648,20 @@ def test_a_study_notes_the_rounds_that_two_sessions_trained(search: Searcher) ->
     assert "mixed" not in study.facts
     _, study, _, _ = search(trials=6, pruner="none")
     assert study.facts["mixed"][:3] == [1000, 1001, 1002]
+
+
+def test_a_trial_shows_the_steps_that_it_was_trained_with(search: Searcher) -> None:
+    class Warmed(Mine):
+        search = {"train.warmup_steps": Integer(100, 400)}
+        train: Train = Train(batch_size=32, epochs=20, warmup_steps=200)
+
+    _, study, launcher, _ = search(experiment=Warmed(), trials=4)
+    shown = [trial.own["train.warmup_steps"] for trial in study.trials()]
+    assert shown == [one.experiment.train.warmup_steps for one in firsts(launcher)]
+    drawn = [trial.parameters["train.warmup_steps"] for trial in study.trials()]
+    assert shown != drawn
+    old = dataclasses.replace(study.trials()[1], facts={})
+    assert not old.own
 
 
 def test_a_reference_that_is_the_best_wins(search: Searcher) -> None:

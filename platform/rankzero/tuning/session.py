@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rankzero.config import override
+from rankzero.config import flatten, override
 from rankzero.errors import RunFailed
 from rankzero.experiment import Experiment
 from rankzero.scalars import shown
@@ -21,9 +21,9 @@ from rankzero.tuning.budget import REFERENCE_SECONDS, Budget
 from rankzero.tuning.learning_curve import LearningCurve
 from rankzero.tuning.objective import TO_TARGET, Objective, target_quality
 from rankzero.tuning.options import SearchOptions
-from rankzero.tuning.space import Space, devices_text, number_text, settings_text
+from rankzero.tuning.space import SCALED, Space, devices_text, number_text, settings_text
 from rankzero.tuning.study import FIRST_RUNG, RUNGS, Study
-from rankzero.tuning.trial import REPEAT, Trial
+from rankzero.tuning.trial import REPEAT, TRAINED, Trial
 from rankzero.tuning.trials import follower
 from rankzero.tuning.trials.follower import TrialJob, TrialPool, TrialResult
 from rankzero.tuning.trials.launcher import TrainLauncher
@@ -316,7 +316,7 @@ class Session:
         def ended(more: TrialResult | None) -> None:
             if more is not None and more.state == "FAIL":
                 # That may be the machine's fault, and the seeds before have a result.
-                self._end(number, experiment, result)
+                self._end(number, experiment, result, len(results))
                 return
             self._train_again_or_end(number, experiment, [*results, more] if more else [])
 
@@ -346,6 +346,9 @@ class Session:
         devices = self._space.devices_of(parameters)
         facts = follower.facts(result, experiment, self._label(number), devices)
         facts[next_trial.SEEDS] = seeds
+        settings = flatten(experiment)
+        if scaled := {key: settings[key] for key in SCALED if key in parameters}:
+            facts[TRAINED] = scaled
         self._study.tell(number, result.state, result.value, result.constraints, facts)
         self._keep_time()
         what = f"batch {facts['batch_size']}, {facts['precision']}, lr {facts['lr']:.2g}"

@@ -8,11 +8,13 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
 
-from rankzero.tuning.space import BATCH_INDEX, DEVICES, FACTOR, PRECISION, SPEED
+from rankzero.tuning.space import BATCH_INDEX, DEVICES, FACTOR, PRECISION, SCALED, SPEED
 
 State = Literal["COMPLETE", "PRUNED", "FAIL", "RUNNING", "WAITING"]
 REPEAT = "same_as"
 """A fact of a trial: the number of the trial that it copied its result from."""
+TRAINED = "trained"
+"""A fact of a trial: the settings that its batch size scales, as it was trained."""
 VALUES = "values"
 """A fact of a trial: its values on each seed, if it was trained on several."""
 
@@ -41,8 +43,10 @@ class Trial:
     @property
     def own(self) -> dict[str, Any]:
         """Return the settings that the experiment's own `search` varied, or a knob added."""
-        known = (BATCH_INDEX, DEVICES, FACTOR, PRECISION, SPEED)
-        return {name: value for name, value in self.parameters.items() if name not in known}
+        # Nobody trained with these as they were drawn.
+        known = (BATCH_INDEX, DEVICES, FACTOR, PRECISION, SPEED, *SCALED)
+        found = {name: value for name, value in self.parameters.items() if name not in known}
+        return {**found, **self.facts.get(TRAINED, {})}
 
     @property
     def rank(self) -> float:

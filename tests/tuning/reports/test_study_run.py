@@ -11,7 +11,7 @@ from typing import Any, cast
 from rankzero import Experiment
 from rankzero.events import Event, StepsLogged
 from rankzero.run_store.folder import RunFolder
-from rankzero.tuning.reports.study_run import StudyRun, trials_markdown
+from rankzero.tuning.reports.study_run import StudyRun, own_settings, trials_markdown
 from rankzero.tuning.trial import State, Trial, Trials
 
 
@@ -86,3 +86,12 @@ def test_tables_of_trials_have_the_searched_settings_and_the_seeds(tmp_path: Pat
     first, _, row = trials_markdown(trials).splitlines()[:3]
     assert "width" in first and "seeds" in first and "16" in row
     assert "width" in (tmp_path / "artifacts/trials.csv").read_text().splitlines()[0]
+
+
+def test_a_setting_with_the_name_of_a_column_has_another_head() -> None:
+    parameters = {"seeds": 7, "batch": 4, "width": 16}
+    found = Trial(0, "COMPLETE", parameters, 1.0, {}, {"seeds": 3})
+    heads = {"seeds": "setting seeds", "batch": "setting batch", "width": "width"}
+    assert own_settings([found]) == heads
+    first = trials_markdown([found]).splitlines()[0]
+    assert first.count("seeds") == 2 and "setting seeds" in first

@@ -133,7 +133,7 @@ def _show_study(arguments: argparse.Namespace, name: str) -> None:
     study = find_study(storage, name)
     trials, facts, terminal = study.trials(), study.facts, table_console()
     own = own_settings(trials)
-    head = [*(_SHORT.get(column, column) for column in SHOWN_COLUMNS), *own]
+    head = [*(_SHORT.get(column, column) for column in SHOWN_COLUMNS), *own.values()]
     rows = [texts_of(trial, own) for trial in trials]
     print_table(f"{study.name}: {len(trials)} trials", head, rows)
     # In a column of its own, a reason would leave no room for the numbers.

@@ -9,7 +9,7 @@ import io
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,9 +151,9 @@ class StudyRun:
         """Write the trials as tables: for MLflow's artifact viewer, and for spreadsheets."""
         own = own_settings(trials)
         rows = [[*_row_of(trial).values(), *map(trial.own.get, own)] for trial in trials]
-        self.write_table("trials.json", [*_COLUMNS, *own], rows)
+        self.write_table("trials.json", [*_COLUMNS, *own.values()], rows)
         table = io.StringIO()
-        csv.writer(table).writerows([[*_COLUMNS, *own], *rows])
+        csv.writer(table).writerows([[*_COLUMNS, *own.values()], *rows])
         self.write("trials.csv", table.getvalue())
 
     def write_sweet_spot(self, experiment: Experiment, verdict: str, command: str) -> None:
@@ -182,12 +182,15 @@ def _row_of(trial: Trial) -> dict[str, Any]:
     return {column: known.get(column) for column in _COLUMNS}
 
 
-def own_settings(trials: Sequence[Trial]) -> list[str]:
-    """Return the names of all settings in the trials' `own`: further columns of a table."""
-    return list(dict.fromkeys(name for trial in trials for name in trial.own))
+def own_settings(trials: Sequence[Trial]) -> dict[str, str]:
+    """Return all settings in the trials' `own`, by name: the heads of further columns."""
+    names = (name for trial in trials for name in trial.own)
+    # As in the terminal, which has short heads.
+    taken = (*_COLUMNS, "batch")
+    return {name: f"setting {name}" if name in taken else name for name in names}
 
 
-def texts_of(trial: Trial, own: Sequence[str] = ()) -> list[str]:
+def texts_of(trial: Trial, own: Iterable[str] = ()) -> list[str]:
     """Return a trial's values of `SHOWN_COLUMNS`, and of its `own` settings, as text."""
     row = _row_of(trial)
     values = [*(row[column] for column in SHOWN_COLUMNS), *map(trial.own.get, own)]
@@ -202,7 +205,7 @@ def trials_markdown(trials: Sequence[Trial]) -> str:
     ranked = sorted(
         trials, key=lambda one: (one.value is None, not one.feasible, one.rank, one.number)
     )
-    return markdown.table([*head, *own], [texts_of(one, own) for one in ranked])
+    return markdown.table([*head, *own.values()], [texts_of(one, own) for one in ranked])
 
 
 def effects_markdown(effects: Sequence[Effect]) -> str:
