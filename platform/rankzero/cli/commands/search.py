@@ -141,6 +141,10 @@ def _run(arguments: argparse.Namespace, chosen: SearchOptions) -> int:
         first = _make_host(arguments)
         hosts.append(first)
         described, space = described_space(arguments, first)
+        if chosen.price and space.reference.train.strategy == "dp":
+            raise UserError("--price counts processes, and train.strategy=dp has one: use ddp")
+        if chosen.objective == "energy" and arguments.parallel > 1 and not described.gpus:
+            raise UserError("without GPUs, energy is the whole machine's: leave out --parallel")
         if arguments.parallel == 1 or _is_elsewhere(arguments):
             hosts += [_make_host(arguments) for _ in range(arguments.parallel - 1)]
             return _search(arguments, chosen, hosts, described, space)
@@ -333,10 +337,6 @@ def _search(
 ) -> int:
     from rankzero.tuning import search
 
-    if chosen.price and space.reference.train.strategy == "dp":
-        raise UserError("--price counts processes, and train.strategy=dp has one: use ddp")
-    if chosen.objective == "energy" and len(hosts) > 1 and not described.gpus:
-        raise UserError("without GPUs, energy is the whole machine's: leave out --parallel")
     identity = study_identity(arguments, space, "search")
     setup = search.SearchSetup(
         identity=identity,

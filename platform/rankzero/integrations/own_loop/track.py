@@ -63,9 +63,8 @@ def track(
     `folder`: that of the embedded store and of the runs (default: $RANKZERO_DIR or ./mlruns).
     `offline`: only record; ``rankzero sync NAME`` delivers later (default: $RANKZERO_OFFLINE).
 
-    An initialised process group of torch.distributed determines the rank, otherwise the launcher's
-    environment variables do. So under ``torch.multiprocessing.spawn``, initialise the group first.
-    Other launchers must set RANK and WORLD_SIZE.
+    An initialised process group determines the rank, otherwise RANK and WORLD_SIZE do, or what the
+    launcher sets. So under ``torch.multiprocessing.spawn``, initialise the group first.
 
     Raises ConfigError, TrackingError if the store cannot be used, and UserError if another process
     writes that run. The methods of the run never raise, except `TrackedRun.latest`.
@@ -88,15 +87,14 @@ def track(
         offline=offline,
         named=name is not None,
     )
-    known = RunFolder(root / "runs" / identity.name).identity.experiment
-    for about, text in (*notes, *_notes(run, experiment, known)):
+    for about, text in (*notes, *_notes(run, experiment, root / "runs" / identity.name)):
         run.tell(about, text)
     return run
 
 
-def _notes(run: TrackedRun, experiment: str, known: str) -> Iterator[tuple[str, str]]:
+def _notes(run: TrackedRun, experiment: str, folder: Path) -> Iterator[tuple[str, str]]:
     """Yield the notes on a run's experiment, and on another run that is open, for its `tell`."""
-    if known != experiment:
+    if (known := RunFolder(folder).identity.experiment) != experiment:
         text = f"{run.name} is a run of the experiment {known!r}: it continues there"
         yield "experiment", f"{text}, and {experiment!r} gets nothing of it"
     if len(others := left_open(run)) == 1:  # A sweep needs no note for each run.
