@@ -23,7 +23,7 @@ from rankzero.cli.main import main
 from rankzero.events import RunEnded, StepsLogged
 from rankzero.launch import agent
 from rankzero.run_store.folder import RunFolder
-from rankzero.tuning.options import default_storage
+from rankzero.tuning.options import SearchOptions, default_storage
 from rankzero.tuning.search import EARLIER
 from rankzero.tuning.space import DEVICES
 from rankzero.tuning.study import find_study
@@ -312,7 +312,7 @@ def test_trials_side_by_side_divide_a_containers_quota(monkeypatch: pytest.Monke
         return SimpleNamespace(close=lambda: None)
 
     described = SimpleNamespace(gpus=0), SimpleNamespace(devices=(1,))
-    monkeypatch.setattr(search, "_search_options", lambda _: None)
+    monkeypatch.setattr(search, "_search_options", lambda _: SearchOptions())
     monkeypatch.setattr(search, "_make_host", make_host)
     monkeypatch.setattr(search, "described_space", lambda *_: described)
     monkeypatch.setattr(search, "_search", lambda *_: 0)
@@ -340,7 +340,7 @@ def test_sigterm_stops_a_search_as_ctrl_c_does_and_once() -> None:
 def test_a_stop_before_the_study_has_begun_names_the_command_as_well(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(search, "_search_options", lambda _: None)
+    monkeypatch.setattr(search, "_search_options", lambda _: SearchOptions())
     monkeypatch.setattr(search, "_make_host", lambda _: signal.raise_signal(signal.SIGTERM))
     monkeypatch.setattr("sys.argv", ["rankzero", "search", "x.py", "--new"])
     assert search.run(argparse.Namespace(new=True)) == 75
