@@ -91,12 +91,15 @@ def test_a_best_checkpoint_that_cannot_come_does_not_hold_up_the_newest(
 
     def download(models: MlflowModels, model_id: str, destination: Path) -> Path:
         if model_id == known[1].model_id:
+            destination.mkdir()
+            (destination / "part").write_bytes(b"1")
             raise ConnectionError("reset by peer")
         return real(models, model_id, destination)
 
     monkeypatch.setattr(MlflowModels, "download_checkpoint", download)
     steps, (problem,) = _fetched(uploaded)
     assert steps == [3] and "of step 2" in problem and "reset by peer" in problem
+    assert [one.name for one in uploaded.checkpoints.iterdir()] == ["step_00000003"]
 
 
 def test_run_that_was_renamed_in_mlflow_is_the_one_on_this_disk(

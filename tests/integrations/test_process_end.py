@@ -54,6 +54,14 @@ import atexit
 atexit.register(lambda: run.evaluated({"late": 1.0}))
 raise ValueError("boom")
 """
+USED_IN_HOOK = """
+import sys
+def save(*error):
+    run.checkpoint({"saved": 1})
+    sys.__excepthook__(*error)
+sys.excepthook = save
+raise ValueError("boom")
+"""
 IMPORTED = """
 from sys import exit
 """
@@ -164,6 +172,7 @@ def ended(folder: Path, script: str) -> list[RunEnded]:
         (EARLY + BEGIN, "FINISHED", "finished", None),
         (BEGIN + SHOWN, "FINISHED", "finished", None),
         (BEGIN + USED_AT_EXIT, "FAILED", "ValueError: boom", "script.py"),
+        (BEGIN + USED_IN_HOOK, "FAILED", "ValueError: boom", "script.py"),
         (BEGIN + CONSOLE, "FINISHED", "finished", None),
         (BEGIN + CONSOLE + "raise ValueError('boom')", "FAILED", "ValueError: boom", "script.py"),
         (REPLACED + BEGIN + "sys.exit(1)", "FAILED", "ValueError: replaced", "script.py"),

@@ -100,6 +100,9 @@ def test_the_commands_that_repeat_a_run() -> None:
         commands(limited, ended("KILLED"), later, ended(), later, ended(), later)[1:]
         == ["rankzero resume mine-again --nproc=2"] * 2
     )
+    # A job that is submitted again runs the same command, with --resume-if-there.
+    submitted = dataclasses.replace(begun(train, 2), params=limited.params)  # type: ignore[type-var,attr-defined]
+    assert commands(limited, ended(), submitted)[1:] == ["rankzero resume mine-again"]
     trial = begun("rankzero search x.py --trials 3", rankzero__experiment_file="x.py")
     assert commands(trial) == ["rankzero train x.py --from mine --nproc 1"]
     study = started(**{"search.sampler": "tpe"})

@@ -19,7 +19,9 @@ def commands(name: str, facts: Facts) -> list[str]:
     for one, at_limit in ((words(text), at_limit) for text, at_limit in facts.every_command):
         is_resume = one[1:2] == ["resume"]
         # A resume is exact. The first command trains on to the end, or to the next time limit.
-        if (is_resume and at_limit) or (one not in recorded and (not is_resume or _changes(one))):
+        if at_limit and not is_resume and one in recorded:
+            recorded.append(["rankzero", "resume", name])  # as --resume-if-there does
+        elif (is_resume and at_limit) or (one not in recorded and (not is_resume or _changes(one))):
             recorded.append(one)
     # Only a resume needs to know the new run's name.
     again = f"{name}-again" if any(command[1:2] == ["resume"] for command in recorded) else ""

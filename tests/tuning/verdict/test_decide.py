@@ -503,6 +503,9 @@ def test_one_missed_run_of_a_reference_without_costs_proves_nothing(objective: N
     assert fast.beaten and fast.gain == pytest.approx(2.0, rel=0.01)
     # It missed the quality on most seeds, so there is nothing to be faster than.
     assert decide(objective, candidate(0, -1000.0, None, None), [slower]).beaten
+    never = decide(objective, candidate(0, None, None), [slower])
+    text = sentence(never, GOAL, 0.97, 360.0, (1, 0.98))
+    assert never.beaten and text.startswith("Your configuration trains to the target on no seed.")
 
 
 def test_one_crash_of_the_reference_proves_nothing() -> None:

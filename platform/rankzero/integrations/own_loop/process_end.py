@@ -92,8 +92,16 @@ def watch_cells(end: Callable[[BaseException, float], object]) -> None:
 def forget() -> None:
     """Note that the process has not ended: what was raised so far was caught."""
     # A function of atexit runs in the main thread, after its end.
-    if in_main_thread() and threading.main_thread().is_alive():
+    if in_main_thread() and threading.main_thread().is_alive() and not _in_hook():
         _Raised.exit, _Raised.caught = None, _uncaught() or _Raised.caught
+
+
+def _in_hook() -> bool:
+    """Return whether `sys.excepthook` runs: the frames of the program are gone then."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_name not in ("<module>", "_run_module_as_main")
 
 
 def in_main_thread() -> bool:

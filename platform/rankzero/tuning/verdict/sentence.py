@@ -145,7 +145,9 @@ def _performance(name: Name, candidate: Candidate, goal: Goal, target: float | N
                 f"{_in_time(name, candidate)}, {cost} {unit} if one that misses it is trained again"
             )
         case "throughput" | "tokens":
-            speeds = [-value for value in values] or [0.0]
+            if not values:
+                return f"trains to {'its end' if target is None else 'the target'} on no seed"
+            speeds = [-value for value in values]
             unit = "tokens" if name == "tokens" else "samples"
             return f"trains {statistics.median(speeds):,.0f} {unit}/s"
         case "quality":
