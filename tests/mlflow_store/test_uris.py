@@ -101,6 +101,17 @@ def test_a_store_is_prepared_although_another_process_keeps_its_lock(tmp_path: P
     os.close(lock)
 
 
+def test_two_stores_of_a_folder_are_set_up_at_once(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.db", tmp_path / "second.db"
+
+    def make(_: str) -> None:
+        uris.make_tables(f"sqlite:///{second}", lambda _: None)
+
+    uris.make_tables(f"sqlite:///{first}", make)
+    assert not uris.is_empty(first) and not uris.is_empty(second)
+    assert not list(tmp_path.glob(".setup-*"))
+
+
 def test_a_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TrackingError, match="choose another folder or set MLFLOW_TRACKING_URI"):

@@ -14,6 +14,7 @@ import shutil
 import sqlite3
 import tempfile
 import urllib.parse
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -146,9 +147,11 @@ def make_tables(tracking_uri: str, make: Callable[[str], object]) -> None:
                 f"another process has been setting up {path} for {_SETUP_SECONDS:.0f} s: stop "
                 "it, or choose another folder with --dir"
             )
-        for left in path.parent.glob(f"{_SETUP}*"):
+        # Another store of this folder may be set up now.
+        own = f"{_SETUP}{zlib.crc32(os.fsencode(path.name)):08x}-"
+        for left in path.parent.glob(f"{own}*"):
             shutil.rmtree(left, ignore_errors=True)
-        with tempfile.TemporaryDirectory(prefix=_SETUP, dir=path.parent) as folder:
+        with tempfile.TemporaryDirectory(prefix=own, dir=path.parent) as folder:
             made = Path(folder) / path.name
             ready_tables.create(made, importlib.metadata.version("mlflow"))
             make(f"sqlite:///{made}")
