@@ -35,7 +35,7 @@ from rankzero.events import (
     encode_line,
 )
 from rankzero.run_store.folder import Identity, RunFolder, write_atomically
-from rankzero.run_store.journal import Journal, read, read_all
+from rankzero.run_store.journal import Journal, newest_start, read, read_all
 from rankzero.tracking.run_log import RunLog
 from support.runs import make_folder, saved, steps
 
@@ -114,6 +114,17 @@ def test_a_torn_last_line_is_passed_over_and_closed_off(tmp_path: Path) -> None:
     journal.close()
     later, _ = read(path, offset)
     assert later == [ended("second")]
+
+
+def test_the_newest_start_is_found_next_to_a_damaged_one(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    assert newest_start(path) is None
+    first, second = (RunStarted(1.0, {}, {"n": str(n)}, n) for n in (1, 2))
+    path.write_bytes(b"".join(map(encode_line, (first, steps(1, 3), second, steps(4, 6)))))
+    assert newest_start(path) == second
+    with path.open("ab") as file:
+        file.write(encode_line(first)[:30] + b"\xff\n")
+    assert newest_start(path) == second
 
 
 def test_event_after_the_end_is_not_written_into_another_file(tmp_path: Path) -> None:

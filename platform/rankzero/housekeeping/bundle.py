@@ -135,8 +135,8 @@ def read(file: Path, runs: Path, tracking_uri: str, *, offline: bool) -> RunFold
         if late and offline and (aside / _MLFLOW).exists():
             # A later sync has the journal alone.
             raise UserError(
-                f"{file} has artifacts and tags for MLflow, which offline nothing reaches: import "
-                "it without RANKZERO_OFFLINE"
+                f"{file} has artifacts and tags for MLflow, which no offline import delivers: "
+                "import it without RANKZERO_OFFLINE"
             )
         for folder in folders:
             if not folder.path.exists():

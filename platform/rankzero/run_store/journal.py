@@ -32,6 +32,7 @@ from rankzero.run_store import disk
 READ_BYTES, _MOST_WAITING_BYTES = 1 << 20, 64 << 20
 # Between writes of steps: a run that reports each step does not pay one write for each.
 _STEPS_SECONDS = 0.5
+_START = f'{{"event":"{RunStarted.__name__}"'.encode()
 _NEVER_LOST, _SYNCED = (RunStarted, CheckpointSaved, RunEnded), (RunStarted, RunEnded)
 _RETRY_SECONDS = 0.2
 
@@ -236,6 +237,21 @@ def read_all(path: Path, offset: int = 0) -> Iterator[Event]:
         if behind == offset:
             return
         offset = behind
+
+
+def newest_start(path: Path) -> RunStarted | None:
+    """Return the newest attempt's start, or None without one.
+
+    Decodes the starts alone: all events of a long run take seconds.
+    """
+    newest = None
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as lines:
+        for line in lines:
+            # A line may be damaged. Then that of the attempt before counts.
+            if line.startswith(_START):
+                with contextlib.suppress(ValueError):
+                    newest = decode(line.decode())
+    return newest if isinstance(newest, RunStarted) else None
 
 
 def finish_line(path: Path) -> None:

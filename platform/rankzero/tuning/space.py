@@ -35,7 +35,7 @@ _MICRO_BATCH, _STRATEGY = "train.micro_batch", "train.strategy"
 IN_STEPS = ("train.steps", "train.eval_every", "train.warmup_steps")
 """Settings that count the steps of the user's own batch size."""
 SCALED = (*IN_STEPS, _MICRO_BATCH)
-"""Settings that another batch size has otherwise than drawn."""
+"""Settings that a trial scales by its batch size."""
 _ROUNDED = (BATCH, *IN_STEPS)
 _FACTORS = LogUniform(1 / 32, 32.0)  # three decades: a guess may be far off
 _WIDE_STEP, _SHORT_WAY, _EDGE = 4.0, 1.2, 1.5  # ratios of learning rates

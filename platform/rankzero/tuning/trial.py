@@ -43,7 +43,7 @@ class Trial:
     @property
     def own(self) -> dict[str, Any]:
         """Return the settings that the experiment's own `search` varied, or a knob added."""
-        # Nobody trained with these as they were drawn.
+        # A trial trains with other values of SCALED than were drawn.
         known = (BATCH_INDEX, DEVICES, FACTOR, PRECISION, SPEED, *SCALED)
         found = {name: value for name, value in self.parameters.items() if name not in known}
         return {**found, **self.facts.get(TRAINED, {})}

@@ -183,7 +183,7 @@ def test_a_helper_that_measure_changes_is_named_in_the_first_attempt(
     assert len(texts) == is_named
     assert all(
         "helpers()['teacher'] is changed by measure()" in text
-        and "belongs into the model, with requires_grad_(False)" in text
+        and "belongs in the model, with requires_grad_(False)" in text
         for text in texts
     )
 

@@ -24,7 +24,6 @@ from rankzero import ranks
 from rankzero.catalog import deleted
 from rankzero.config import ConfigError
 from rankzero.errors import UserError
-from rankzero.events import RunStarted, decode
 from rankzero.experiment import Goal
 from rankzero.integrations.own_loop.null_run import NullTrackedRun
 from rankzero.integrations.own_loop.params import params_of
@@ -35,6 +34,7 @@ from rankzero.reporting.run_facts import goal_of
 from rankzero.run_store import checkpoint_files, names, provenance
 from rankzero.run_store.attempt import take_over
 from rankzero.run_store.folder import Identity, RunFolder
+from rankzero.run_store.journal import newest_start
 from rankzero.run_store.location import is_offline, root_of
 from rankzero.run_store.spoken_names import new_name
 from rankzero.tracking.run_log import RunLog
@@ -112,15 +112,10 @@ def _known(runs: Path, name: str) -> tuple[Goal | None, int | None]:
     """Return the goal and the number of kept checkpoints of a run, as far as its journal says."""
     if not names.is_plain(name):
         names.checked_run(name)  # It says why not.
-    folder, start = RunFolder(runs / name), None
-    if folder.events.exists():
-        # To decode all events of a long run takes seconds.
-        with folder.events.open("rb") as lines, contextlib.suppress(ValueError):
-            for line in lines:
-                if line.startswith(b'{"event":"RunStarted"'):
-                    start = decode(line.decode())
+    folder = RunFolder(runs / name)
+    start = newest_start(folder.events)
     # Under the defaults, a continued run would delete its best checkpoints.
-    if not isinstance(start, RunStarted):
+    if start is None:
         return None, None
     if (keep := start.environment.get(provenance.KEEP, "")).isdecimal():
         # The params may have a goal of the user's own config.

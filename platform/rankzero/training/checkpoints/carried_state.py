@@ -1,4 +1,4 @@
-"""Finds what a training carries from batch to batch outside of checkpoints: an LSTM's state.
+"""Finds what training carries from batch to batch outside of checkpoints: a hidden state, a count.
 
 A resume within an epoch begins without it, so it is not exact, and nothing else would show that. A
 helper that `measure` changes is lost in each resume, so every attempt looks for one.
@@ -29,7 +29,7 @@ _CARRIED = (
 )
 _HELPER = (
     "is changed by measure(), and no checkpoint has it: a resume begins with its first weights; a "
-    "network that measure() changes belongs into the model, with requires_grad_(False)"
+    "network that measure() changes belongs in the model, with requires_grad_(False)"
 )
 _Seen = dict[str, list[tuple[Tensor | None, Any]]]
 """By attribute, its tensors, and for each a value that changes when it is written to. Its numbers
