@@ -642,6 +642,18 @@ def test_an_interrupted_round_that_is_trained_again_is_finished_later(search: Se
     assert sorted(run.seed for run in found.reference.runs) == [1000, 1002, 1006]
 
 
+def test_a_later_challenger_gets_the_round_that_replaced_a_spoiled_one(search: Searcher) -> None:
+    search(Slowing(), trials=2, pruner="none")
+    _, study, _, _ = search(Slowing(), trials=8, pruner="none")
+    assert study.facts["disturbed"] == [1001]
+    runs = study.facts["confirmations"]
+    seeds = {
+        one["trial"]: {run["seed"] for run in runs if run["trial"] == one["trial"]} for one in runs
+    }
+    assert len(seeds) > 2
+    assert all({1000, 1002, 1006} <= one for one in seeds.values()), seeds
+
+
 def test_a_study_notes_the_rounds_that_two_sessions_trained(search: Searcher) -> None:
     _, study, _, _ = search(trials=2, pruner="none")
     search(trials=2, pruner="none")

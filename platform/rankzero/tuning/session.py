@@ -430,7 +430,10 @@ class Session:
         return []
 
     def _train_rounds(self, candidates: Sequence[Trial], rounds: Sequence[int]) -> None:
-        first_seed = self._space.reference.train.seed
+        first_seed, first = self._space.reference.train.seed, LOOKS * self._options.seeds
+        replaced = self._study.facts.get(DISTURBED, [])
+        # A challenger may be new in this session: its run of a spoiled round would not count.
+        rounds = [confirm.sound_round(one, first_seed, replaced, first) for one in rounds]
         # Runs that are lost with their host process are missing again.
         while missing := list(
             confirm.missing_runs(candidates, first_seed, rounds, self._confirmations())

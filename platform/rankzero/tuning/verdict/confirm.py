@@ -48,6 +48,17 @@ def missing_runs(
                 yield trial, seed
 
 
+def sound_round(number: int, first_seed: int, replaced: Sequence[int], first: int) -> int:
+    """Return the round that counts instead of this one, if the machine's speed spoiled it.
+
+    `replaced`: the seeds of spoiled rounds. The k-th was trained again as round `first` + k.
+    """
+    for place, seed in enumerate(replaced):
+        if number == seed - first_seed - NEW_SEED:
+            number = first + place
+    return number
+
+
 def factor_to_lead(
     first: float | None, mean: float | None, seeds: int, best: float | None
 ) -> float:
