@@ -211,11 +211,13 @@ def test_ui_is_served_until_the_program_exits(start: Start, tmp_path: Path) -> N
         "assert rankzero.open_ui() == address\n"
         "print(address, urllib.request.urlopen(address + '/health').status)\n"
         "try:\n    rankzero.open_ui(dir='nowhere')\n"
-        "except rankzero.UserError as error:\n    print(error)\n"
+        "except rankzero.UserError as error:\n    print(error, flush=True)\n"
+        # As a notebook's kernel ends.
+        "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
     output, _ = process.communicate(timeout=90)
     found = re.match(r"(http://127\.0\.0\.1:\d+) 200\nthere is no store in /.*/nowhere;", output)
-    assert process.returncode == 0 and found, output
+    assert process.returncode == -signal.SIGKILL and found, output
     wait_until(lambda: not answers(found[1]))
 
 

@@ -7,7 +7,6 @@ file.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import signal
@@ -127,11 +126,15 @@ def open_ui(*, port: int | None = None, dir: str | Path | None = None) -> str:
             port = port or probe.getsockname()[1]
         words = ["ui", browser, f"--port={port}", f"--dir={root}", f"--result-file={result}"]
         with errors.open("w") as file:
-            # In a session of its own, so that Ctrl-C in a cell does not end it.
+            # In a session of its own, so that Ctrl-C in a cell does not end it. It ends with the
+            # pipe, which lives as long as this program, however that ends.
             server = subprocess.Popen(
-                [*_COMMAND, *words], stdout=subprocess.DEVNULL, stderr=file, start_new_session=True
+                [*_COMMAND, *words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=file,
+                start_new_session=True,
             )
-        atexit.register(server.terminate)
         while not result.exists():
             if server.poll() is not None:
                 _check(server.returncode or FAILED, errors.read_text(errors="replace"))

@@ -85,6 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
         ) as process,
         _ends_with_us(process) as stopping,
     ):
+        if arguments.result_file is not None:
+            threading.Thread(target=_end_with_program, daemon=True, name="rankzero-program").start()
         links = list(_links(arguments.dir, access.address, empty))  # while the server starts
         if _is_up(process, access.address, stopping):
             _announce(arguments, access.address, links, notes)
@@ -92,6 +94,12 @@ def run(arguments: argparse.Namespace) -> int:
     # A server that is stopped while it starts may end with any code.
     is_wanted = stopping.is_set() or process.returncode in (0, -signal.SIGTERM, -signal.SIGINT)
     return 0 if is_wanted else 1
+
+
+def _end_with_program() -> None:
+    """End with the program that called `rankzero.open_ui`: it holds our standard input open."""
+    sys.stdin.read()
+    signal.raise_signal(signal.SIGTERM)
 
 
 def _announce(
