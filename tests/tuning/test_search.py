@@ -70,7 +70,7 @@ def test_a_new_study_does_not_begin_in_the_run_of_another(tmp_path: Path) -> Non
     storage, folder = f"sqlite:///{tmp_path / 's.db'}", make_folder(tmp_path, name="s")
     refuse_other_storage(storage, folder)
     folder.add_child("s-t00")
-    with pytest.raises(UserError, match="in another --storage, or its database is lost: give it"):
+    with pytest.raises(UserError, match="in another --storage, its database is lost, or an old"):
         refuse_other_storage(storage, folder)
     with pytest.raises(UserError, match="there are none yet"):
         find_study(storage, "s")

@@ -153,8 +153,8 @@ def refuse_other_storage(storage: str, folder: RunFolder) -> None:
     # Before the new study is made: an empty one would hide the page of the run.
     if folder.children and folder.path.name not in decided_studies(storage, {}, SPACE):
         raise UserError(
-            f"the trials of study {folder.path.name} are in another --storage, or its database is "
-            "lost: give it, or --new"
+            f"the trials of study {folder.path.name} are in another --storage, its database is "
+            "lost, or an old version began it: give the --storage, or --new"
         )
 
 
