@@ -10,7 +10,7 @@ import pytest
 
 from rankzero.cli.display.terminal import print_table
 from rankzero.confidence import student_t
-from rankzero.events import Evaluated
+from rankzero.events import DataDescribed, Evaluated
 from rankzero.experiment import Goal
 from rankzero.repeats import results
 from rankzero.repeats.plan import Repetition
@@ -49,9 +49,33 @@ def test_a_failed_run_is_missing_and_not_zero() -> None:
     runs = [result(0, 0, 0.5), result(1, 0, 0.7), result(2, 0, 0.0, "FAILED"), result(3, 0, 0, "")]
     assert results.means(runs)["val/accuracy"].mean == pytest.approx(0.6)
     assert results.sentence(runs, GOAL).endswith("2 of 4 runs are missing.")
-    assert results.problems(runs) == ["fold=2, seed=0: FAILED, out of luck"]
+    assert results.problems(runs) == ["missing: fold=2, seed=0: FAILED, out of luck"]
     page = results.page("name", runs, GOAL)
     assert "Missing: fold=2" in page and "rankzero repeat name" in page and "not run" in page
+
+
+def test_runs_with_other_settings_or_other_data_are_named(tmp_path: Path) -> None:
+    """Data that was edited between, and a run that was resumed alone with other settings."""
+
+    def read(seed: int, digest: str, **changed: str) -> RunResult:
+        folder = make_folder(tmp_path)
+        params = {"train.seed": str(seed), "world_size": str(seed + 1), **changed}
+        data = DataDescribed(T0, "training", "Mine", digest, "all", "code", "e.py", 9, {})
+        append(folder, started(**params), data, evaluated(30, 0.6), ended())
+        return results.read(Repetition((), seed), folder)
+
+    same = [read(seed, "d1") for seed in range(3)]
+    assert results.problems(same) == []
+    mixed = [*same[:2], read(2, "d2"), read(3, "d1", lr="0.001", new="1")]
+    assert results.problems(mixed) == [
+        "differs: seed=2 has training data d2 and not d1",
+        "differs: seed=3 has lr 0.001 and not 0.1",
+    ]
+    page = results.page("name", mixed, GOAL)
+    assert "Differs: seed=3" in page
+    assert results.problems([read(0, "d1"), read(1, "d2")])
+    by_seed = [read(seed, f"d{seed}") for seed in range(3)]
+    assert results.problems(by_seed) == [], "an experiment that divides its data by the seed"
 
 
 def test_one_run_has_no_interval() -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rankzero import scalars
 from rankzero.confidence import half_width
 from rankzero.experiment import Goal
-from rankzero.repeats.plan import Repetition
+from rankzero.repeats.plan import SEED, Repetition
 from rankzero.reporting import markdown
 from rankzero.reporting.run_facts import fold
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
+
+_DATA = " data"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +32,8 @@ class RunResult:
     reason: str
     metrics: Mapping[str, float]
     """The val/ metrics of its best evaluation, the goal's first, and its test/ metrics."""
+    given: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Its settings but those that the repeat varies, and the digests of its data by their use."""
 
     @property
     def finished(self) -> bool:
@@ -60,7 +65,11 @@ def read(run: Repetition, folder: RunFolder) -> RunResult:
     names = sorted(found, key=lambda key: (key != goal, key))
     metrics = {key: found[key] for key in names if math.isfinite(found[key])}
     status, reason = (end.status, end.reason) if end else ("", "")
-    return RunResult(run, folder.path.name, status, reason, metrics)
+    # A resume on another number of processes, or on another device, keeps the samples of a step.
+    varied = {SEED, "world_size", "device", *dict(run.values)}
+    settings = {key: text for key, text in facts.params.items() if key not in varied}
+    data = {f"{use}{_DATA}": one.digest for use, one in facts.data.items()}
+    return RunResult(run, folder.path.name, status, reason, metrics, settings | data)
 
 
 def means(results: Sequence[RunResult]) -> dict[str, Mean]:
@@ -146,17 +155,40 @@ def run_table(results: Sequence[RunResult], goal: Goal) -> tuple[list[str], list
 
 
 def problems(results: Sequence[RunResult]) -> list[str]:
-    """Return why runs are missing."""
-    return [
-        f"{one.run.label}: {one.status}, {one.reason}"
+    """Return why runs are missing, and which runs have other settings or data than most."""
+    missing = [
+        f"missing: {one.run.label}: {one.status}, {one.reason}"
         for one in results
         if one.status and not one.finished
     ]
+    groups: dict[Any, list[RunResult]] = {}
+    for one in results:
+        if one.finished:
+            groups.setdefault(one.run.values, []).append(one)
+    return missing + [line for group in groups.values() for line in _differences(group)]
+
+
+def _differences(group: Sequence[RunResult]) -> list[str]:
+    """Return the runs that differ from most of the others in more than the seed."""
+    usual = {}
+    # A setting that a later version of RankZero added is no difference.
+    for key in [key for key in group[0].given if all(key in one.given for one in group)]:
+        values = Counter(one.given[key] for one in group)
+        # An experiment may divide its data by the seed: then each run has its own.
+        if not (key.endswith(_DATA) and len(values) == len(group) > 2):
+            usual[key] = values.most_common(1)[0][0]
+    found = []
+    for one in group:
+        odd = [(key, one.given[key], text) for key, text in usual.items() if one.given[key] != text]
+        if odd:
+            texts = ", ".join(f"{key} {own} and not {text}" for key, own, text in odd)
+            found.append(f"differs: {one.run.label} has {texts}")
+    return found
 
 
 def page(name: str, results: Sequence[RunResult], goal: Goal) -> str:
     """Return the text of the repeat's page in MLflow."""
     tables = [markdown.table(*found) for found in (metric_table(results), run_table(results, goal))]
-    missing = [f"Missing: {line}" for line in problems(results)]
+    notes = [line[0].upper() + line[1:] for line in problems(results)]
     again = f"`rankzero repeat {name}` trains what is missing. `--seeds` or `--over` adds runs."
-    return "\n\n".join([f"**{sentence(results, goal)}**", *tables, *missing, again]) + "\n"
+    return "\n\n".join([f"**{sentence(results, goal)}**", *tables, *notes, again]) + "\n"
