@@ -317,6 +317,30 @@ def test_children_go_with_their_run(root: Path, here: Here) -> None:
     assert not study.path.exists() and not trial.path.exists()
 
 
+def test_child_that_was_deleted_alone_in_mlflow_is_restored_or_freed(
+    root: Path, here: Here
+) -> None:
+    study = finished(root, "study")
+    for name in ("study-t00", "study-t01"):
+        finished(root, name, deliver=False, parent="study")
+        study.add_child(name)
+    sync.deliver(study)
+    run_id = mlflow_id(RunFolder(root / "runs" / "study-t00"))
+    assert run_id is not None
+    store(root).deletion.delete(run_id)
+    code, output = here("delete", "--restore", "study-t00")
+    assert code == 0 and names(root) == {"study", "study-t00", "study-t01"}, output
+    store(root).deletion.delete(run_id)
+    assert here("prune", "--deleted", "--yes")[0] == 0
+    left = {path.name for path in (root / "runs").iterdir() if not path.name.startswith(".")}
+    assert left == names(root) == {"study", "study-t01"}
+    assert here("sync")[0] == 0 and here("sync", "study")[0] == 0
+    here("delete", "study", "--yes")
+    assert "belongs to study" in here("delete", "--restore", "study-t01")[1]
+    assert here("delete", "--restore", "study")[0] == 0
+    assert here("prune", "--keep-best", 0, "--dry-run")[0] == 0
+
+
 def test_child_that_never_began_goes_with_its_run(root: Path, here: Here) -> None:
     study = finished(root, "study")
     runs = root / "runs"

@@ -32,6 +32,9 @@ def deliver(folder: RunFolder, *, patience: float = GRACE_SECONDS) -> Delivery:
             _deliver_node(folder, node, patience)
     broken = []
     for child in folder.children:  # after their parent, whose run id they need
+        # `prune --deleted` frees a child that was deleted alone.
+        if not child.path.exists():
+            continue
         try:
             if not status(child).complete or delivery_state.late_nodes(child):
                 deliver(child, patience=patience)

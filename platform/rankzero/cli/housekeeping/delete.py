@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from rankzero.catalog import lookup
+from rankzero.catalog import deleted, lookup
 from rankzero.catalog.summary import read_summary
 from rankzero.cli.commands.runs import age_text, size_text
 from rankzero.cli.display.live import command
@@ -76,7 +76,10 @@ def _wanted(
         # MLflow shows that name for the other one, so a person may mean either.
         if name in named and any(one.shown_name == name and one.folder != folder for one in known):
             raise UserError(f"another run has the name {name} in MLflow: give the MLflow run id")
-        if parent is not None:
+        if parent is None:
+            continue
+        # In MLflow, a child may be deleted alone.
+        if not restore or deleted.is_hidden(RunFolder(runs / parent)):
             raise UserError(f"{name} belongs to {parent}: name that run")
     return wanted
 
