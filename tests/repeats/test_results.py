@@ -12,6 +12,7 @@ from rankzero.cli.display.terminal import print_table
 from rankzero.confidence import student_t
 from rankzero.events import DataDescribed, Evaluated
 from rankzero.experiment import Goal
+from rankzero.housekeeping.deletion import mark
 from rankzero.repeats import results
 from rankzero.repeats.plan import Repetition
 from rankzero.repeats.results import RunResult
@@ -76,6 +77,17 @@ def test_runs_with_other_settings_or_other_data_are_named(tmp_path: Path) -> Non
     assert results.problems([read(0, "d1"), read(1, "d2")])
     by_seed = [read(seed, f"d{seed}") for seed in range(3)]
     assert results.problems(by_seed) == [], "an experiment that divides its data by the seed"
+
+
+def test_a_run_that_somebody_deleted_does_not_count(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    append(folder, started(), evaluated(30, 0.6), ended())
+    mark(folder)
+    found = [results.read(Repetition((), 0), folder), result(None, 1, 0.5), result(None, 2, 0.7)]
+    assert results.means(found)["val/accuracy"].mean == pytest.approx(0.6)
+    assert found[0].settled and not found[0].finished, "it is not trained again"
+    (line,) = results.problems(found)
+    assert line.startswith("missing: seed=0: DELETED, `rankzero delete --restore run-"), line
 
 
 def test_one_run_has_no_interval() -> None:

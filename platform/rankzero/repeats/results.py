@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rankzero import scalars
+from rankzero.catalog import command_lines, deleted
 from rankzero.confidence import half_width
 from rankzero.experiment import Goal
 from rankzero.repeats.plan import SEED, Repetition
@@ -18,7 +19,7 @@ from rankzero.reporting.run_facts import fold
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 
-_DATA = " data"
+_DATA, _DELETED = " data", "DELETED"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,7 @@ class RunResult:
     run: Repetition
     name: str
     status: str
-    """FINISHED, FAILED, KILLED, or an empty text if it has not ended."""
+    """FINISHED, FAILED, KILLED, DELETED, or an empty text if it has not ended."""
     reason: str
     metrics: Mapping[str, float]
     """The val/ metrics of its best evaluation, the goal's first, and its test/ metrics."""
@@ -39,6 +40,11 @@ class RunResult:
     def finished(self) -> bool:
         """Whether the result counts."""
         return self.status == "FINISHED"
+
+    @property
+    def settled(self) -> bool:
+        """Whether there is nothing to train: it finished, or somebody deleted it."""
+        return self.status in ("FINISHED", _DELETED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +61,10 @@ class Mean:
 
 def read(run: Repetition, folder: RunFolder) -> RunResult:
     """Return the result of a run by its journal. The folder need not exist."""
+    name = folder.path.name
+    if deleted.is_hidden(folder):
+        back = command_lines.line(folder.root, "delete", "--restore", name)
+        return RunResult(run, name, _DELETED, f"`{back}` brings it back", {})
     facts = fold(read_all(folder.events))
     goal, end = facts.goal.metric, facts.end
     # Without a best evaluation, the newest.
@@ -62,14 +72,14 @@ def read(run: Repetition, folder: RunFolder) -> RunResult:
     newest = {key: value for key, value in facts.metrics.items() if key.startswith(groups)}
     found = scalars.numbers({**facts.best_metrics, **newest})
     # Sorted, with the goal first: every run and every table has the same order.
-    names = sorted(found, key=lambda key: (key != goal, key))
-    metrics = {key: found[key] for key in names if math.isfinite(found[key])}
+    order = sorted(found, key=lambda key: (key != goal, key))
+    metrics = {key: found[key] for key in order if math.isfinite(found[key])}
     status, reason = (end.status, end.reason) if end else ("", "")
     # A resume on another number of processes, or on another device, keeps the samples of a step.
     varied = {SEED, "world_size", "device", *dict(run.values)}
     settings = {key: text for key, text in facts.params.items() if key not in varied}
     data = {f"{use}{_DATA}": one.digest for use, one in facts.data.items()}
-    return RunResult(run, folder.path.name, status, reason, metrics, settings | data)
+    return RunResult(run, name, status, reason, metrics, settings | data)
 
 
 def means(results: Sequence[RunResult]) -> dict[str, Mean]:

@@ -7,8 +7,10 @@ import signal
 
 import pytest
 
+from rankzero.catalog.lookup import mlflow_id
 from rankzero.confidence import half_width
 from rankzero.events import RunStarted
+from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store.folder import RunFolder
 from support.commands import TINY, Command, events, last_end, losses
 from support.stores import mlflow_runs
@@ -85,6 +87,22 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_repeat_continues_it(rankzero: Co
     assert code == 0 and losses(first) == losses(RunFolder(first.path.with_name("whole"))), output
     code, output = rankzero("repeat", "r", "--offline")
     assert code == 0 and "run 1 of" not in output, "nothing is trained again"
+
+
+@pytest.mark.timeout(200)
+def test_a_deleted_run_is_left_out_and_not_trained_again(rankzero: Command) -> None:
+    """MLflow's UI deletes an outlier, or a run that failed."""
+    code, output = rankzero("repeat", TINY, "--seeds", 2, "--run-name", "r", "train.epochs=1")
+    assert code == 0, output
+    (child,) = (run for run in rankzero.runs if run.path.name == "r-seed1")
+    MlflowRuns(child.identity.tracking_uri).deletion.delete(mlflow_id(child) or "")
+    code, output = rankzero("repeat", "r")
+    assert code == 0 and attempts(child) == 1 and "1 of 2 runs are missing" in output, output
+    assert "missing: seed=1: DELETED" in output and "delete --restore r-seed1" in output, output
+    code, output = rankzero("delete", "--restore", "r-seed1")
+    assert code == 0, output
+    code, output = rankzero("repeat", "r")
+    assert code == 0 and attempts(child) == 1 and "over 2 seeds." in output, output
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     with sole_launcher(folder, machines=1), SignalForwarder() as forwarder:
         with search.open_run(arguments, folder.identity, experiment, plan.params()) as study:
             found = _train(arguments, study, plan, parts, forwarder)
-            complete = all(one.finished for one in found)
+            complete = all(one.settled for one in found)
             stopped = "" if complete or not forwarder.received else forwarder.received[0].name
             _finish(study, plan, found, experiment.goal, stopped)
         _print(folder.path.name, found, experiment.goal)
@@ -140,7 +140,7 @@ def _train(
     _write(study, plan, found)
     for number, (one, experiment, topology) in enumerate(parts):
         folder = folders[number]
-        if found[number].finished or forwarder.received:
+        if found[number].settled or forwarder.received:
             continue
         print_line(f"\nrun {number + 1} of {len(parts)}: {one.label}")
         RunFolder.open_or_create(runs, parent.identity.child(folder.path.name))
@@ -185,7 +185,7 @@ def _finish(
     if stopped:
         study.finish(f"stopped by {stopped}. {text}", summary, "KILLED")
     else:
-        complete = all(one.finished for one in found)
+        complete = all(one.settled for one in found)
         study.finish(text, summary, "FINISHED" if complete else "FAILED")
 
 
