@@ -242,6 +242,23 @@ def test_child_that_is_exported_alone_stands_alone(
     assert found.identity.parent is None and mlflow_id(found)
 
 
+def test_child_that_was_deleted_alone_is_left_out(
+    roots: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, theirs = roots
+    child = RunFolder(study(mine).path.with_name("study-t00"))
+    deletion = MlflowRuns(uris.default_tracking_uri(mine)).deletion
+    deletion.delete(mlflow_id(child) or "")
+    file = tmp_path / "study.zip"
+    assert main(["export", "study", "--bundle", str(file), "--dir", str(mine)]) == 0
+    assert capsys.readouterr().err == "left out, because they are deleted: study-t00\n"
+    assert main(["import", str(file), "--dir", str(theirs)]) == 0
+    assert not (theirs / "runs" / "study-t00").exists()
+    assert [one.name for one in list_runs(uris.default_tracking_uri(theirs))] == ["the best"]
+    assert main(["copy", "study", "--to", f"sqlite:///{tmp_path}/new.db", "--dir", str(mine)]) == 0
+    assert "left out" in capsys.readouterr().err
+
+
 def test_second_import_keeps_what_was_changed_since(
     roots: tuple[Path, Path], tmp_path: Path
 ) -> None:

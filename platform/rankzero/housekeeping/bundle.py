@@ -50,9 +50,17 @@ _MAX_JSON = 1 << 24
 _OWN_TAGS = ("rankzero.uuid", "mlflow.parentRunId")
 
 
+def left_out(folder: RunFolder) -> list[RunFolder]:
+    """Return the run's children that somebody deleted alone, in MLflow. No bundle has them."""
+    store = deleted.read_store(folder.path.parent)
+    children = [one for one in parts(folder) if one != folder]
+    return [one for one in children if deleted.is_deleted(one.path, lookup.mlflow_id(one), store)]
+
+
 def write(folder: RunFolder, target: Path) -> None:
     """Write a run and its children into a new file. Raises UserError for a run that is used."""
-    sizes = {one: lookup.journal_bytes(one) for one in parts(folder)}
+    gone = left_out(folder)
+    sizes = {one: lookup.journal_bytes(one) for one in parts(folder) if one not in gone}
     for one in sizes:
         if is_written(one) or run_locks.is_recording(one):
             raise UserError(f"{one.path.name} runs, or its delivery does: wait for its end")
@@ -69,7 +77,7 @@ def write(folder: RunFolder, target: Path) -> None:
             for one in sizes:
                 _write_folder(archive, one)
                 _write_what_mlflow_has(archive, one)
-        if sizes != {one: lookup.journal_bytes(one) for one in parts(folder)}:
+        if sizes != {one: lookup.journal_bytes(one) for one in parts(folder) if one not in gone}:
             raise UserError(f"{folder.path.name} was continued meanwhile: wait for its end")
         temporary.replace(target)
     except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from rankzero.cli import options
+from rankzero.cli.housekeeping.export import print_left_out
 from rankzero.errors import FINISHED
 from rankzero.housekeeping import bundle
 from rankzero.mlflow_store import named_runs
@@ -21,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
     folder = named_runs.require(arguments.dir / "runs", arguments.run_name)
+    print_left_out(folder)
     run_id = bundle.copy(folder, arguments.to)
     place = url_without_secrets(arguments.to)
     print(f"{folder.path.name} is in {place}, too: its id there is {run_id}")

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import shutil
+import sys
 from pathlib import Path
 
 from rankzero.catalog.summary import read_summary
@@ -35,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.bundle is not None:
         from rankzero.housekeeping import bundle
 
+        print_left_out(folder)
         bundle.write(folder, arguments.bundle)
         print(arguments.bundle)
         return 0
@@ -50,6 +52,16 @@ def run(arguments: argparse.Namespace) -> int:
     for path in _write_all(folder, target, arguments.format):
         print(path)
     return 0
+
+
+def print_left_out(folder: RunFolder) -> None:
+    """Say which children a bundle lacks, because somebody deleted them alone."""
+    from rankzero.housekeeping import bundle
+
+    if gone := bundle.left_out(folder):
+        listed = ", ".join(one.path.name for one in gone)
+        # The other output is for scripts.
+        print(f"left out, because they are deleted: {listed}", file=sys.stderr)
 
 
 def _write_all(folder: RunFolder, target: Path, kind: str) -> list[Path]:
