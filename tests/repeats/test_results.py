@@ -50,7 +50,7 @@ def test_a_failed_run_is_missing_and_not_zero() -> None:
     runs = [result(0, 0, 0.5), result(1, 0, 0.7), result(2, 0, 0.0, "FAILED"), result(3, 0, 0, "")]
     assert results.means(runs)["val/accuracy"].mean == pytest.approx(0.6)
     assert results.sentence(runs, GOAL).endswith("2 of 4 runs are missing.")
-    assert results.problems(runs) == ["missing: fold=2, seed=0: FAILED, out of luck"]
+    assert results.problems(runs, GOAL) == ["missing: fold=2, seed=0: FAILED, out of luck"]
     page = results.page("name", runs, GOAL)
     assert "Missing: fold=2" in page and "rankzero repeat name" in page and "not run" in page
 
@@ -66,17 +66,17 @@ def test_runs_with_other_settings_or_other_data_are_named(tmp_path: Path) -> Non
         return results.read(Repetition((), seed), folder)
 
     same = [read(seed, "d1") for seed in range(3)]
-    assert results.problems(same) == []
+    assert results.problems(same, GOAL) == []
     mixed = [*same[:2], read(2, "d2"), read(3, "d1", lr="0.001", new="1")]
-    assert results.problems(mixed) == [
+    assert results.problems(mixed, GOAL) == [
         "differs: seed=2 has training data d2 and not d1",
         "differs: seed=3 has lr 0.001 and not 0.1",
     ]
     page = results.page("name", mixed, GOAL)
     assert "Differs: seed=3" in page
-    assert results.problems([read(0, "d1"), read(1, "d2")])
+    assert results.problems([read(0, "d1"), read(1, "d2")], GOAL)
     by_seed = [read(seed, f"d{seed}") for seed in range(3)]
-    assert results.problems(by_seed) == [], "an experiment that divides its data by the seed"
+    assert results.problems(by_seed, GOAL) == [], "an experiment that divides its data by the seed"
 
 
 def test_a_run_that_somebody_deleted_does_not_count(tmp_path: Path) -> None:
@@ -86,8 +86,18 @@ def test_a_run_that_somebody_deleted_does_not_count(tmp_path: Path) -> None:
     found = [results.read(Repetition((), 0), folder), result(None, 1, 0.5), result(None, 2, 0.7)]
     assert results.means(found)["val/accuracy"].mean == pytest.approx(0.6)
     assert found[0].settled and not found[0].finished, "it is not trained again"
-    (line,) = results.problems(found)
+    (line,) = results.problems(found, GOAL)
     assert line.startswith("missing: seed=0: DELETED, `rankzero delete --restore run-"), line
+
+
+def test_a_finished_run_without_the_goal_is_named_and_not_counted(tmp_path: Path) -> None:
+    """A NaN is no value of the goal's metric."""
+    folder, reason = make_folder(tmp_path), "trained; val/accuracy was never a number"
+    append(folder, started(), evaluated(30, float("nan")), ended(reason=reason))
+    odd = results.read(Repetition((), 2), folder)
+    found = [result(None, 0, 0.5), result(None, 1, 0.7), odd]
+    assert "interval over 2 of 3 seeds." in results.sentence(found, GOAL)
+    assert results.problems(found, GOAL) == [f"no val/accuracy: seed=2: {reason}"]
 
 
 def test_one_run_has_no_interval() -> None:

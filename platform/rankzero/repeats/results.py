@@ -131,11 +131,14 @@ def sentence(results: Sequence[RunResult], goal: Goal) -> str:
         return f"No run finished with a value of {goal.metric}.{lacks}"
     if found.half_width is None:
         return f"{goal.metric} {scalars.shown(found.mean)}, of a single value: no interval.{lacks}"
-    combinations = len({one.run.values for one in finished})
-    over = f"{found.runs} seeds"
-    if combinations > 1:
+    counted = {one.run.values for one in finished if goal.metric in one.metrics}
+    runs = str(found.runs)
+    if found.runs < len(finished):
+        runs = f"{runs} of {len(finished)}"
+    over = f"{runs} seeds"
+    if len(counted) > 1:
         keys = ", ".join(key for key, _ in finished[0].run.values)
-        over = f"{combinations} values of {keys} ({found.runs} runs)"
+        over = f"{len(counted)} values of {keys} ({runs} runs)"
     return (
         f"{goal.metric} {scalars.shown(found.mean)} ± {found.half_width:.2g}, "
         f"Student's 95 % interval over {over}.{lacks}"
@@ -164,12 +167,17 @@ def run_table(results: Sequence[RunResult], goal: Goal) -> tuple[list[str], list
     return head, [row for rows in by_values.values() for row in rows]
 
 
-def problems(results: Sequence[RunResult]) -> list[str]:
-    """Return why runs are missing, and which runs have other settings or data than most."""
+def problems(results: Sequence[RunResult], goal: Goal) -> list[str]:
+    """Return why runs are missing or lack the goal, and which ones differ from most others."""
     missing = [
         f"missing: {one.run.label}: {one.status}, {one.reason}"
         for one in results
         if one.status and not one.finished
+    ]
+    missing += [
+        f"no {goal.metric}: {one.run.label}: {one.reason}"
+        for one in results
+        if one.finished and goal.metric not in one.metrics
     ]
     groups: dict[Any, list[RunResult]] = {}
     for one in results:
@@ -199,6 +207,6 @@ def _differences(group: Sequence[RunResult]) -> list[str]:
 def page(name: str, results: Sequence[RunResult], goal: Goal) -> str:
     """Return the text of the repeat's page in MLflow."""
     tables = [markdown.table(*found) for found in (metric_table(results), run_table(results, goal))]
-    notes = [line[0].upper() + line[1:] for line in problems(results)]
+    notes = [line[0].upper() + line[1:] for line in problems(results, goal)]
     again = f"`rankzero repeat {name}` trains what is missing. `--seeds` or `--over` adds runs."
     return "\n\n".join([f"**{sentence(results, goal)}**", *tables, *notes, again]) + "\n"

@@ -199,7 +199,7 @@ def _print(name: str, found: Sequence[RunResult], goal: Goal) -> None:
     print_table(f"repeat {name}", *results.run_table(found, goal))
     if any(one.finished for one in found):
         print_table("means", *results.metric_table(found))
-    print(*results.problems(found), results.sentence(found, goal), sep="\n", flush=True)
+    print(*results.problems(found, goal), results.sentence(found, goal), sep="\n", flush=True)
 
 
 def _deliver(folder: RunFolder, forwarder: SignalForwarder, *, offline: bool) -> None:
