@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from rankzero.events import DataDescribed
 from rankzero.reporting import comparison, reproduce
 from rankzero.reporting.comparison import RunSide, sections
 from rankzero.reporting.run_facts import fold
-from support.runs import ended, evaluated, started, steps
+from support.runs import T0, ended, evaluated, started, steps
 
 PATCH = "diff --git a/x.py b/x.py\n--- a/x.py\n+++ b/x.py\n@@ -1 +1 @@\n-old\n+new {}\n"
 
@@ -52,6 +53,17 @@ def test_only_differences_are_shown() -> None:
     )
     assert "Machine" not in found and not sections([left, left])
     assert sections([left, left], everything=True).keys() >= {"Result", "Settings", "Code"}
+
+
+def test_other_data_are_a_difference() -> None:
+    def data(digest: str) -> DataDescribed:
+        return DataDescribed(T0, "training", "Mine", digest, "all", "code", "e.py", 1500, {})
+
+    left, right = side(started(), data("d1")), side(started(), data("d2"))
+    assert not sections([left, left])
+    (row,) = sections([left, right])["Data"]
+    shown = tuple(f"Mine, 1,500 samples, digest {digest}" for digest in ("d1", "d2"))
+    assert (row.key, row.values) == ("training", shown)
 
 
 def test_uncommitted_changes_are_compared_by_file() -> None:

@@ -80,6 +80,7 @@ def sections(
         "Speed": _numbers([*map(_speeds, facts)]),
         "Tags": _texts([one.tags for one in facts]),
         "Settings": _texts([one.params for one in facts]),
+        "Data": _texts([*map(_data, facts)]),
         "Code": _texts([*map(_code, sides)]),
         # A run that did not write packages.txt has the versions of a few packages as tags.
         "Packages": _texts([s.packages or _tags(s.facts, "rankzero.package.") for s in sides]),
@@ -141,6 +142,13 @@ def _code(side: RunSide) -> dict[str, str]:
     changes = f"{files} file{'s' * (files != 1)}" if side.patch else "none"
     commands = "\n".join(shlex.join(reproduce.words(text)) for text in side.facts.commands)
     return {**known, "uncommitted changes": changes, "commands": commands}
+
+
+def _data(facts: Facts) -> dict[str, str]:
+    return {
+        use: f"{one.name}, {one.samples:,} samples, digest {one.digest}"
+        for use, one in facts.data.items()
+    }
 
 
 def _machine(facts: Facts) -> dict[str, str]:

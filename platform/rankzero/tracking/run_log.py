@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rankzero.errors import UserError
@@ -37,8 +37,10 @@ class RunLog:
         attempt: int,
         recorder: RecorderHandle | None,
         patience_seconds: float = 30.0,
+        tags_before: Mapping[str, str] | None = None,
     ) -> None:
         self.folder, self.attempt = folder, attempt
+        self.tags_before = tags_before or {}
         self._patience_seconds = patience_seconds
         self._journal, self._recorder = journal, recorder
         self._noticed: list[str] = []
@@ -57,7 +59,7 @@ class RunLog:
 
         With `offline` nothing is delivered to MLflow until `rankzero sync`.
         """
-        journal, attempt, handle = None, 0, None
+        journal, attempt, handle, before = None, 0, None, dict[str, str]()
         folder = RunFolder(runs / identity.name)
         if ranks.local_rank == 0:
             folder = RunFolder.open_or_create(runs, identity)
@@ -69,15 +71,17 @@ class RunLog:
                 )
         # No event names the pictures of a killed attempt, so nothing else would ever delete them.
         if ranks.first:
-            starts = (event for event in read_all(folder.events) if isinstance(event, RunStarted))
-            attempt = 1 + sum(1 for _ in starts)
+            attempt = 1
+            for event in read_all(folder.events):
+                if isinstance(event, RunStarted):
+                    attempt, before = attempt + 1, {**before, **event.environment}
             picture_files.clear(folder)
             journal = Journal(folder.events)
         if ranks.local_rank == 0:
             handle = recorder.start(
                 folder, gpu_uuids, ranks.node_rank, ranks.node_count, offline=offline
             )
-        return cls(folder, journal, attempt, handle)
+        return cls(folder, journal, attempt, handle, tags_before=before)
 
     def __call__(self, event: Event) -> None:
         """Append the event to the journal, with secrets redacted from an error. Raises nothing."""

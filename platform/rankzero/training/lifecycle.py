@@ -18,6 +18,8 @@ from rankzero.training.distributed.torch_compat import is_lost_connection
 from rankzero.training.distributed.world import World
 from rankzero.training.metrics.throughput import RunTotals
 
+_DATA = "rankzero.data."
+
 
 @dataclasses.dataclass(frozen=True)
 class AttemptOutcome:
@@ -46,11 +48,19 @@ class RunLifecycle:
         if self._is_started:
             return
         self._is_started = True
-        digests = {f"rankzero.data.{event.context}": event.digest for event in data}
+        digests = {f"{_DATA}{event.context}": event.digest for event in data}
         every, attempt = {**self._tags, **digests, **(tags or {})}, self._log.attempt
         self._log(RunStarted(time.time(), self._params, every, attempt, step, total_steps))
         for event in data:
             self._log(event)
+        before = self._log.tags_before
+        changed = [use for use, digest in digests.items() if before.get(use, digest) != digest]
+        if changed and step:
+            listed = ", ".join(use.removeprefix(_DATA) for use in changed)
+            self._log.notice(
+                f"other data than in the attempt before ({listed}): the values before and after "
+                f"step {step} may not be comparable"
+            )
 
 
 @contextlib.contextmanager

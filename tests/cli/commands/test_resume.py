@@ -46,6 +46,17 @@ def test_report_of_a_run_in_steps_suggests_what_trains_further(rankzero: Command
     assert newest.name in output and "nothing is left" not in output
 
 
+@pytest.mark.timeout(200)
+def test_a_resume_on_other_data_says_so(rankzero: Command) -> None:
+    code, output = rankzero("train", TINY, "train.steps=6", "--run-name", "r", "--offline")
+    assert code == 0, output
+    code, output = rankzero("resume", "r", "train.steps=8", "--offline")
+    assert code == 0 and "other data" not in output, output
+    code, output = rankzero("resume", "r", "train.steps=10", "augment=true", "--offline")
+    assert code == 0 and "other data than in the attempt before (training): " in output, output
+    assert "before and after step 8 may not be comparable" in " ".join(output.split()), output
+
+
 MODULE = """
 import torch
 from torch import nn
