@@ -100,10 +100,17 @@ def test_the_commands_that_repeat_a_run() -> None:
         environment = {"mlflow__source__git__commit": "abc", "rankzero__dirty": changes}
         assert "git apply" not in "".join(commands(begun(train, **environment)))
     again = begun("/x/rankzero/__main__.py resume mine train.epochs=8", 2)
-    assert commands(begun(train), again) == [
+    assert commands(begun(train), ended(), again) == [
         "rankzero train x.py lr=1 'name=a b' --name mine-again",
         "rankzero resume mine-again train.epochs=8",
     ]
+    changed = dataclasses.replace(again, step=52)  # type: ignore[type-var]
+    assert commands(begun(train), ended("KILLED"), changed) == [
+        "rankzero train x.py lr=1 'name=a b' --name mine-again",
+        "# the attempt before stopped at step 52: the command above does not stop there",
+        "rankzero resume mine-again train.epochs=8",
+    ]
+    assert commands(begun(train), ended(), changed) == commands(begun(train), ended(), again)
     exact = begun("/usr/bin/rankzero resume mine --nproc=2", 3)
     assert commands(begun(train), exact) == commands(begun(train))
     limited = dataclasses.replace(begun(train), params={"train.limits.max_minutes": "5"})  # type: ignore[type-var]

@@ -15,17 +15,23 @@ _NEEDS_NAME = "--resume-if-there"
 
 def commands(name: str, facts: Facts) -> list[str]:
     """Return the commands for the code and for each attempt, or none if no attempt has one."""
-    recorded: list[list[str]] = []
-    for one, at_limit in ((words(text), at_limit) for text, at_limit in facts.every_command):
+    recorded, stops = list[list[str]](), dict[int, int]()
+    for text, at_limit, interrupted in facts.every_command:
+        one = words(text)
         is_resume = one[1:2] == ["resume"]
         # A resume is exact. The first command trains on to the end, or to the next time limit.
         if at_limit and not is_resume and one in recorded:
             recorded.append(["rankzero", "resume", name])  # as --resume-if-there does
         elif (is_resume and at_limit) or (one not in recorded and (not is_resume or _changes(one))):
+            if is_resume and interrupted is not None:
+                stops[len(recorded)] = interrupted
             recorded.append(one)
     # Only a resume needs to know the new run's name.
     again = f"{name}-again" if any(command[1:2] == ["resume"] for command in recorded) else ""
     attempts = [shlex.join(_repeated(command, name, again, facts)) for command in recorded]
+    for place, step in sorted(stops.items(), reverse=True):
+        stop = f"# the attempt before stopped at step {step}: the command above does not stop there"
+        attempts.insert(place, stop)
     commit = facts.environment.get("mlflow.source.git.commit")
     if not attempts or not commit:
         return attempts

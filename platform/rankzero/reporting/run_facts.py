@@ -47,8 +47,11 @@ class Facts:
     """The user's tags, of all attempts."""
     note: str = ""
     """The user's text of ``--note``."""
-    every_command: list[tuple[str, bool]] = dataclasses.field(default_factory=list)
-    """Each attempt's command line, and whether the attempt before ended at its time limit."""
+    every_command: list[tuple[str, bool, int | None]] = dataclasses.field(default_factory=list)
+    """Each attempt's command line, and whether the attempt before ended at its time limit.
+
+    Also the step that it continues from, if the attempt before was interrupted.
+    """
     attempts: int = 0
     seconds: float = 0.0
     """The time of the attempts before the newest."""
@@ -82,7 +85,7 @@ class Facts:
     @property
     def commands(self) -> list[str]:
         """The attempts' command lines, without repetitions."""
-        return list(dict.fromkeys(command for command, _ in self.every_command))
+        return list(dict.fromkeys(command for command, *_ in self.every_command))
 
     @property
     def gpu_means(self) -> dict[str, float]:
@@ -201,7 +204,9 @@ def _start(facts: Facts, event: RunStarted) -> None:
     # The time between two attempts does not count: nothing was trained.
     if facts.started is not None:
         facts.seconds += max(0.0, facts.last_time - facts.started)
-    at_limit = facts.end is not None and facts.end.status == "FINISHED" and is_limited(facts)
+    has_finished = facts.end is not None and facts.end.status == "FINISHED"
+    at_limit = has_finished and is_limited(facts)
+    interrupted = None if has_finished or not facts.attempts else event.step
     facts.started = facts.last_time = event.time
     facts.attempts, facts.total_steps = event.attempt, event.total_steps
     facts.params, facts.environment = params_with_new_names(event.params), event.environment
@@ -210,7 +215,7 @@ def _start(facts: Facts, event: RunStarted) -> None:
     facts.goal, facts.end = goal_of(event.params) or facts.goal, None
     command = event.environment.get(_COMMAND)
     if command:
-        facts.every_command.append((command, at_limit))
+        facts.every_command.append((command, at_limit, interrupted))
 
 
 def _steps(facts: Facts, event: StepsLogged) -> None:
