@@ -66,6 +66,21 @@ def test_other_data_are_a_difference() -> None:
     assert (row.key, row.values) == ("training", shown)
 
 
+def test_a_change_of_the_sign_has_no_factor() -> None:
+    def change(before: float, after: float) -> str:
+        (row,) = [
+            row
+            for row in sections([side(started(), evaluated(4, v)) for v in (before, after)])[
+                "Result"
+            ]
+            if row.key == "val/accuracy"
+        ]
+        return row.change
+
+    assert change(0.8651, -9.587) == change(-2.0, 1.0) == change(2.0, 0.0) == ""
+    assert change(2.0, 5.0) == "2.50x" and change(-2.0, -2.2) == "+10.0%"
+
+
 def test_uncommitted_changes_are_compared_by_file() -> None:
     untracked = "# untracked: y.py\n"
     assert list(comparison.patches(PATCH.format(1), untracked + PATCH.format(2))) == [

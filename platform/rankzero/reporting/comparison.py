@@ -184,8 +184,8 @@ def _change(left: float | None, right: float | None) -> str:
     if not before or after is None or after == before:
         return ""
     ratio = after / before
-    # Written like this because a NaN must return here, too.
-    if not abs(ratio) < 1e6:
+    # A factor between two signs says nothing. A NaN must return here, too.
+    if not 0 < ratio < 1e6:
         return ""
     return f"{ratio:.2f}x" if ratio >= 2 or ratio <= 0.5 else f"{ratio - 1:+.1%}"
 
