@@ -255,7 +255,10 @@ def _checked(unpacked: Path, runs: Path) -> RunFolder:
     if read.name != unpacked.name:
         raise UserError(f"the bundle's run {unpacked.name!r} calls itself {read.name!r}")
     if folder.path.exists() and folder.identity.uuid != read.uuid:
-        raise UserError(f"there is another run {folder.path.name!r} already in {runs}")
+        raise UserError(
+            f"there is another run {folder.path.name!r} already in {runs}: import it into a store "
+            "of its own, with --dir OTHER"
+        )
     if folder.path.exists() and deleted.is_hidden(folder):
         command = command_lines.line(runs.parent, "delete", "--restore", read.name)
         raise UserError(f"{read.name} is deleted: `{command}`")
