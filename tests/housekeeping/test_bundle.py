@@ -217,7 +217,7 @@ def test_another_run_of_the_name_is_kept(roots: tuple[Path, Path], tmp_path: Pat
     mine, theirs = roots
     bundle.write(study(mine), tmp_path / "s.zip")
     own = make_folder(theirs, name="study")
-    with pytest.raises(UserError, match="another run 'study' .* --dir OTHER"):
+    with pytest.raises(UserError, match=r"another run 'study' .* --dir OTHER"):
         bundle.read(tmp_path / "s.zip", theirs / "runs", "sqlite:///x.db", offline=True)
     assert own.identity.uuid and not (theirs / "runs" / "study-t00").exists()
 

@@ -7,6 +7,7 @@ import functools
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from rankzero import experiment_file
@@ -16,10 +17,12 @@ from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store import checkpoint_files
 from rankzero.tracking import sync
 from support.paths import FIXTURES
-from support.runs import append, ended, make_folder, started
+from support.runs import append, ended, evaluated, make_folder, started
 
 
-def test_a_model_that_is_gone_from_mlflow_is_logged_again(tmp_path: Path, sqlite: str) -> None:
+def test_a_model_that_is_gone_from_mlflow_is_logged_again(
+    tmp_path: Path, sqlite: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     tiny, artifacts = str(FIXTURES / "tiny.py"), str(tmp_path / "artifacts")
     folder = make_folder(tmp_path, sqlite, experiment_file=tiny, artifact_root=artifacts)
     experiment = experiment_file.load(tiny)()
@@ -38,3 +41,8 @@ def test_a_model_that_is_gone_from_mlflow_is_logged_again(tmp_path: Path, sqlite
     assert register.run(arguments) == 0
     after = json.loads(folder.logged_model.read_text())["model_id"]
     assert after != before and len(models.versions({after})) == 1
+    # No evaluation of this run has a number.
+    assert "models:/ours/2 is the newest model of" in capsys.readouterr().out
+    append(folder, started(2), evaluated(4, 0.9), ended())
+    assert register.run(arguments) == 0
+    assert "models:/ours/2 is the best model of" in capsys.readouterr().out

@@ -9,6 +9,8 @@ from rankzero.catalog import command_lines, lookup
 from rankzero.cli import options
 from rankzero.errors import RunFailed, UserError
 from rankzero.redaction.text import url_without_secrets
+from rankzero.reporting.run_facts import facts_of
+from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.names import printable
 from rankzero.tracking import delivery_status
 
@@ -52,9 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"note: {problem}")
     version = tracker.models.register(found, model_id, arguments.model_name)
     model = f"models:/{arguments.model_name}/{version}"
-    print(f"{model} is the best model of {printable(found.name)}")
+    print(f"{model} is the {_kind(folder)} model of {printable(found.name)}")
     print(f'load:  mlflow.pytorch.load_model("{model}")')
     # Without the password: it would stay in the shell's history.
     where = shlex.quote(url_without_secrets(uri))
     print(f"serve: MLFLOW_TRACKING_URI={where} mlflow models serve -m {model} --env-manager local")
     return 0
+
+
+def _kind(folder: RunFolder | None) -> str:
+    """Return which of a run's models is logged: the newest if its goal never was a number."""
+    return "best" if folder is None or facts_of(folder).best is not None else "newest"
