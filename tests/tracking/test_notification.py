@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from rankzero.api.results import Run
+from rankzero.catalog.summary import read_summary
 from rankzero.launch import failures
 from rankzero.launch.failures import Failure, FailureKind
 from rankzero.redaction.text import NOTIFY
@@ -103,6 +105,14 @@ def test_values_that_json_lacks_are_left_out(tmp_path: Path, webhook: Webhook) -
     folder = make_folder(tmp_path)
     append(folder, started(), evaluated(4, float("inf")), ended("FAILED"))
     assert post(webhook.address, news_of(folder)) is None and webhook.got[0][1]["best"] is None
+
+
+def test_a_repeat_has_its_mean_as_runs_has_it(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    append(folder, started(), ended(reason="val/accuracy 0.8", metrics={"best": 0.8}))
+    news = news_of(folder)
+    assert news["best"] == read_summary(folder).best == Run(folder).best == 0.8
+    assert news["message"].count("0.8") == 1
 
 
 def test_addresses_are_checked() -> None:

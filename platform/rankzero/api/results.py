@@ -142,8 +142,8 @@ class Run:
 
     @property
     def best(self) -> float | None:
-        """The best value of the goal's metric."""
-        return self._facts.best
+        """The best value of the goal's metric; of a repeat, its mean."""
+        return self._facts.result
 
     @property
     def checkpoints(self) -> list[Checkpoint]:

@@ -78,6 +78,12 @@ class Facts:
     """The newest attempt's end."""
 
     @property
+    def result(self) -> float | None:
+        """The goal's best value, or the mean of a repeat, which has no evaluation of its own."""
+        figures = self.end.metrics if self.end else {}
+        return number(figures.get("best")) if self.best is None else self.best
+
+    @property
     def steps_text(self) -> str:
         """Return the steps of all attempts for people: ``176 of 500``."""
         return f"{self.steps:,}" + (f" of {self.total_steps:,}" if self.total_steps else "")

@@ -85,7 +85,7 @@ def news_of(folder: RunFolder, failure: str = "") -> dict[str, Any]:
     if end is None or failure:
         end = RunEnded(time.time(), "FAILED", failure or "its end is not recorded", None, {})
     event, goal = _event(folder, facts, end), facts.goal.metric
-    best = facts.best if facts.best is not None and math.isfinite(facts.best) else None
+    best = facts.result if facts.result is not None and math.isfinite(facts.result) else None
     # The reason of a run that has finished may say the best value.
     said = "" if best is None or goal in end.reason else f"best {goal} {shown(best)}"
     spent = "" if facts.started is None else duration(facts.duration)
