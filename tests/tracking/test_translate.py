@@ -214,6 +214,16 @@ def test_the_figures_of_an_attempt_come_after_those_of_another_machine() -> None
     assert [(one.step, one.value) for one in points(found)] == [(3, 0.6)]
 
 
+def test_a_journal_that_is_delivered_late_has_the_figures_of_each_attempt() -> None:
+    """As in a copy, an import or a sync: at the steps that a delivery in time would give them."""
+    first, second = ended("KILLED", metrics={"best": 0.5}), ended(metrics={"best": 0.6})
+    events = [started(), steps(1, 3), first, started(2, 3), steps(4, 6), second]
+    found, state = translate(events, DeliveryState())
+    last, _ = ending(second, state)
+    figures = [one for one in points([*found, *last]) if one.key == "whole_run/best"]
+    assert [(one.step, one.value) for one in figures] == [(0, 0.5), (1, 0.6)]
+
+
 def test_a_second_copy_sends_the_figures_of_the_new_attempt_alone() -> None:
     state = DeliveryState(curves=Curves(marks={"whole_run/best": 0}, floor={"whole_run/best": 0}))
     for attempt, sent in ((1, []), (2, [1])):

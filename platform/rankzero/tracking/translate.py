@@ -54,6 +54,8 @@ def translate(
     points: list[MetricPoint] = []
     for event in events:
         if isinstance(event, RunStarted):
+            # A journal that is delivered later has several ends. Each attempt has its figures.
+            points += draft.unsent_summary()
             items += _batches(points, batch_size)
             points = []
             items.append(draft.start_attempt(event))
@@ -257,6 +259,10 @@ class _Draft:
             points.append(MetricPoint(key, value, milliseconds, step))
         self._change(skipped=self._curves.skipped + skipped)
         return points
+
+    def unsent_summary(self) -> list[MetricPoint]:
+        """Return the figures of the attempt before, if its end was not sent yet."""
+        return [] if self._ending is None else self.keep(list(self.summary_rows(self._ending)))
 
     def summary_rows(self, event: RunEnded) -> Iterator[Row]:
         """Yield ``whole_run/<name>``, which MLflow's page shows below the curves.
