@@ -81,6 +81,19 @@ def test_a_change_of_the_sign_has_no_factor() -> None:
     assert change(2.0, 5.0) == "2.50x" and change(-2.0, -2.2) == "+10.0%"
 
 
+def test_a_speed_within_its_intervals_has_no_change() -> None:
+    def change(*halves: float | None) -> str:
+        sides = []
+        for speed, half in zip((16802.0, 12002.0), halves, strict=True):
+            margin = {} if half is None else {"samples_per_second_half_width": half}
+            sides.append(side(started(), ended(metrics={"samples_per_second": speed, **margin})))
+        (row,) = sections(sides)["Speed"]
+        return row.change
+
+    assert change(20769.0, 90.0) == change(20769.0, None) == change(4000.0, 900.0) == ""
+    assert change(80.0, 90.0) == change(None, None) == "-28.6%"
+
+
 def test_uncommitted_changes_are_compared_by_file() -> None:
     untracked = "# untracked: y.py\n"
     assert list(comparison.patches(PATCH.format(1), untracked + PATCH.format(2))) == [

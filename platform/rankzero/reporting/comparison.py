@@ -24,8 +24,9 @@ _CODE = {
     "experiment": "rankzero.experiment_file",
 }
 _MACHINE = ("host", "system", "cpu_count", "python", "torch", "gpu", "cuda", "driver", "nccl")
+_SPEED = "samples_per_second"
 _SPEEDS = {
-    "samples_per_second": "samples/s",
+    _SPEED: "samples/s",
     "data_wait_fraction": "waiting for data",
     "train_seconds": "training, s",
     "checkpoint_blocked_seconds": "checkpoints, s",
@@ -77,7 +78,7 @@ def sections(
     status = ComparisonRow("status", tuple(side.status for side in sides))
     kinds = {
         "Result": [status, *_numbers([*map(_metrics, facts)])],
-        "Speed": _numbers([*map(_speeds, facts)]),
+        "Speed": _speed_rows(facts),
         "Tags": _texts([one.tags for one in facts]),
         "Settings": _texts([one.params for one in facts]),
         "Data": _texts([*map(_data, facts)]),
@@ -120,6 +121,17 @@ def _metrics(facts: Facts) -> dict[str, float]:
     # The section about speed has the throughput.
     shown = (key for key in sorted(facts.metrics) if not key.startswith("throughput/"))
     return {**found, "steps": facts.steps, **{key: facts.metrics[key] for key in shown}}
+
+
+def _speed_rows(facts: Sequence[Facts]) -> Iterator[ComparisonRow]:
+    found = [*map(_speeds, facts)]
+    speeds = [one[_SPEEDS[_SPEED]] for one in found if _SPEEDS[_SPEED] in one]
+    ends = [dict(one.end.metrics) if one.end else {} for one in facts]
+    margin = sum(number(one.get(f"{_SPEED}_half_width")) or 0.0 for one in ends)
+    # A difference that the 95 % intervals contain may be noise, as in a run of seconds.
+    same = len(speeds) == 2 and abs(speeds[0] - speeds[1]) <= margin
+    for row in _numbers(found):
+        yield dataclasses.replace(row, change="") if same and row.key == _SPEEDS[_SPEED] else row
 
 
 def _speeds(facts: Facts) -> dict[str, float]:
