@@ -20,6 +20,7 @@ from rankzero.cli import main
 from rankzero.errors import UserError
 from rankzero.events import StepsLogged
 from rankzero.metric_names import SPEED
+from rankzero.reporting import run_facts
 from rankzero.run_store import delivery_state
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking.deliverer import Deliverer
@@ -82,12 +83,35 @@ def test_a_failed_attempt_leaves_the_run_the_best_value_that_mlflow_has(tmp_path
     assert summary.read_summary(folder).best == 0.7
 
 
+def test_a_resumed_run_has_the_settings_and_the_goal_of_its_newest_attempt(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    append(folder, dataclasses.replace(started(lr="0.1"), environment=origin("old", team="a")))
+    append(folder, evaluated(10, 0.7), ended(metrics={"best": 0.7}))
+    now = {"lr": "0.2", "goal.metric": "val/loss", "goal.mode": "min"}
+    again = dataclasses.replace(started(2, 10, **now), environment=origin("new"))
+    append(folder, again, ended("FAILED"))
+    found = summary.read_summary(folder)
+    assert (found.started, found.goal, found.best, found.data) == (T0, "val/loss", None, "new")
+    assert (found.params["lr"], found.tags) == ("0.2", {"team": "a"})
+    # Beyond the end that a list reads, and more than one attempt ago.
+    many = (steps(n, n) for n in range(20, 9000))
+    third = dataclasses.replace(again, attempt=3)
+    append(folder, third, evaluated(20, 0.6), *many, ended(metrics={"best": 0.4}))
+    found = summary.read_summary(folder)
+    assert (found.params["lr"], found.goal, found.best) == ("0.2", "val/loss", 0.4)
+    assert run_facts.facts_of(folder).best == 0.4
+
+
+def origin(digest: str, **tags: str) -> dict[str, str]:
+    return {"rankzero.data.training": digest, **tags}
+
+
 def test_a_long_journal_is_read_from_its_end(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     append(folder, started(), evaluated(1, 0.4), *(steps(n, n) for n in range(2, 3000)))
     found = summary.read_summary(folder)
     assert found.best == 0.4 and found.metrics["train/loss"] == 1 / 2999
-    assert len(summary.ends(folder.events, max_bytes=1 << 13)[1]) < 200
+    assert len(summary.newest_events(folder.events, max_bytes=1 << 13)) < 200
 
 
 def test_the_last_report_of_an_ended_run_is_read_completely(tmp_path: Path) -> None:
@@ -105,9 +129,9 @@ def test_the_last_report_of_an_ended_run_is_read_completely(tmp_path: Path) -> N
             steps(last - 9, last, "train/aux"),
         )
         append(folder, StepsLogged([last], [T0 + last], speeds), evaluated(last, last / 100))
-    assert len(summary.ends(folder.events)[1]) == 9
+    assert len(summary.newest_events(folder.events)) == 9
     append(folder, ended())
-    assert len(summary.ends(folder.events)[1]) == 5
+    assert len(summary.newest_events(folder.events)) == 5
     found = summary.read_summary(folder)
     assert (
         found.metrics["train/loss"] == found.metrics["train/aux"] == 1 / 20
@@ -115,7 +139,7 @@ def test_the_last_report_of_an_ended_run_is_read_completely(tmp_path: Path) -> N
     )
     assert (found.metrics["val/accuracy"], found.seconds, found.params["lr"]) == (0.2, 100.0, "0.1")
     append(folder, started(2, step=20))
-    assert len(summary.ends(folder.events)[1]) == 11
+    assert len(summary.newest_events(folder.events)) == 11
 
 
 def test_reading_a_long_journal_without_an_evaluation_takes_linear_time(tmp_path: Path) -> None:

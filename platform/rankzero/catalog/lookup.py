@@ -97,7 +97,7 @@ def shown_names(folders: Sequence[RunFolder]) -> list[str]:
 
 def last_end(folder: RunFolder) -> RunEnded | None:
     """Return the newest attempt's end, or None if it has none."""
-    return summary.last_end(summary.ends(folder.events)[1])
+    return summary.last_end(summary.newest_events(folder.events))
 
 
 def journal_bytes(folder: RunFolder) -> int | None:

@@ -1,4 +1,4 @@
-"""One run in short, from both ends of its journal: what lists show, filter and sort by."""
+"""One run in short, from its attempts' starts and its newest events: what lists show and filter."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, get_args
 
+from rankzero.catalog import attempts
+from rankzero.catalog.attempts import Attempts
 from rankzero.config.renamed import params_with_new_names
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged, decode
 from rankzero.experiment import Goal
 from rankzero.metric_names import SPEED, WHOLE_RUN
 from rankzero.run_store import delivery_state, removal, run_locks, symlinks
 from rankzero.run_store.folder import RunFolder
-from rankzero.run_store.provenance import tags_of_user
 from rankzero.scalars import number, numbers
 
 # The status of a run of which this disk has only a helping node's part.
@@ -25,8 +26,6 @@ ELSEWHERE = "ELSEWHERE"
 # From a run's folder to its first process, on a busy machine.
 STARTING_SECONDS = 120.0
 _TAIL_BYTES, _MAX_TAIL_BYTES = 1 << 12, 1 << 20
-# The tag with the digest of the training data.
-_TRAINING_DATA = "rankzero.data.training"
 _WHOLE = f"{WHOLE_RUN}/"
 _INTERVAL = f"{_WHOLE}samples_per_second_half_width"
 # Metrics that the loop logs with each report, besides those of `measure`.
@@ -165,12 +164,11 @@ def read_summary(folder: RunFolder) -> Summary:
     """Return the run in short. Raises InvalidRunFolder if the folder holds no run."""
     symlinks.refuse(folder.path)
     identity = folder.identity
-    started, events = ends(folder.events)
-    ended = last_end(events)
-    params = params_with_new_names(started.params) if started else {}
-    begun = started.time if started else (folder.path / "run.json").stat().st_mtime
-    goal, metrics = params.get("goal.metric", ""), _newest_values(events)
-    details = Details(params, metrics, tags_of_user(started.environment) if started else {})
+    begun, events = attempts.read(folder.events), newest_events(folder.events)
+    ended, first = last_end(events), begun.first
+    started = first.time if first else (folder.path / "run.json").stat().st_mtime
+    metrics = _newest_values(events)
+    details = Details(begun.params, metrics, begun.tags)
     # An attempt that only evaluated has no speed of its own.
     results = ended.metrics if ended else {}
     delivery = delivery_state.load(delivery_state.path_of(folder, 0))
@@ -182,17 +180,17 @@ def read_summary(folder: RunFolder) -> Summary:
         experiment=identity.experiment,
         status=ended.status if ended else _status_without_end(folder),
         reason=ended.reason if ended else "",
-        started=begun,
-        seconds=max([0.0, *(time_of(event) - begun for event in events[-1:])]),
-        goal=goal,
-        best=_best_of(events, goal, params.get("goal.mode", "min"), delivery.curves.best),
+        started=started,
+        seconds=max([0.0, *(time_of(event) - started for event in events[-1:])]),
+        goal=begun.goal[0],
+        best=_best_of(events, begun, delivery.curves.best),
         samples_per_second=number(results.get("samples_per_second", metrics.get(SPEED))),
         undelivered=bool(delivery.queue.awaited)
         or delivery_state.unread_bytes(folder, offsets) > 0
         or bool(delivery_state.late_nodes(folder)),
         parent=identity.parent,
         mlflow_run_id=delivery.run_id or identity.mlflow_run_id,
-        data=started.environment.get(_TRAINING_DATA) if started else None,
+        data=begun.data,
         bytes=removal.size([folder.path]),
     )
 
@@ -215,24 +213,22 @@ def last_end(events: Iterable[Event]) -> RunEnded | None:
     return end
 
 
-def ends(path: Path, max_bytes: int = _MAX_TAIL_BYTES) -> tuple[RunStarted | None, list[Event]]:
-    """Return a journal's start, and its newest events with an evaluation and a whole report."""
-    # Opening thousands of files twice would take noticeable time.
+def newest_events(path: Path, max_bytes: int = _MAX_TAIL_BYTES) -> list[Event]:
+    """Return a journal's newest events, with an evaluation and a whole report."""
     try:
         with path.open("rb") as file:
-            first = _decoded(file.readline(max_bytes))
             size, span = os.fstat(file.fileno()).st_size, _TAIL_BYTES
             while True:
                 file.seek(max(0, size - span))
-                events, complete = _newest_events(file.read().splitlines())
+                events, complete = _until_complete(file.read().splitlines())
                 if complete or span >= size or (span >= max_bytes and events):
-                    return first if isinstance(first, RunStarted) else None, events
+                    return events
                 span *= 4
     except FileNotFoundError:
-        return None, []
+        return []
 
 
-def _newest_events(lines: Sequence[bytes]) -> tuple[list[Event], bool]:
+def _until_complete(lines: Sequence[bytes]) -> tuple[list[Event], bool]:
     """Return the events of the lines, and whether they hold an evaluation and a whole report."""
     found: list[Event] = []
     logged: set[str] = set()  # by a report, which may be several events of the same step
@@ -287,15 +283,17 @@ def _newest_values(events: Iterable[Event]) -> dict[str, float]:
     return numbers(found)
 
 
-def _best_of(
-    events: Iterable[Event], metric: str, mode: str, delivered: float | None
-) -> float | None:
-    """Return a metric's best value in the evaluations, or as an end has it, or None without one.
+def _best_of(events: list[Event], begun: Attempts, delivered: float | None) -> float | None:
+    """Return the goal's best value in the evaluations, or as an end has it, or None without one.
 
     `delivered`: the best one in MLflow. An attempt that failed may be all that `events` reach back.
     """
-    judge = Goal(mode="max" if mode == "max" else "min")
-    best = delivered
+    metric, mode = begun.goal
+    judge, best = Goal(mode="max" if mode == "max" else "min"), delivered
+    if begun.of_goal is not begun.first:
+        # Values before that are of another metric, as may be the delivered one.
+        best = None
+        events = events[events.index(begun.of_goal) :] if begun.of_goal in events else events
     for event in events:
         if isinstance(event, RunEnded):
             best = number(event.metrics.get("best", best))

@@ -124,8 +124,8 @@ def signature(folder: str) -> str:
     try:
         events = os.stat(f"{folder}/{EVENTS}")  # noqa: PTH116
         changed = os.stat(folder).st_mtime_ns  # noqa: PTH116
-        # The version last: earlier ones kept no best value of a run whose last attempt failed.
-        return f"{changed} {events.st_mtime_ns} {events.st_size} 2"
+        # The version last: earlier ones kept the settings of a run's first attempt.
+        return f"{changed} {events.st_mtime_ns} {events.st_size} 3"
     except OSError:
         return ""
 

@@ -218,7 +218,10 @@ def _start(facts: Facts, event: RunStarted) -> None:
     facts.params, facts.environment = params_with_new_names(event.params), event.environment
     facts.tags |= tags_of_user(event.environment)
     facts.note = facts.note or event.environment.get(DESCRIPTION, "")
-    facts.goal, facts.end = goal_of(event.params) or facts.goal, None
+    goal, facts.end = goal_of(event.params) or facts.goal, None
+    if (goal.metric, goal.mode) != (facts.goal.metric, facts.goal.mode):
+        facts.best, facts.best_step, facts.best_metrics = None, 0, {}
+    facts.goal = goal
     command = event.environment.get(_COMMAND)
     if command:
         facts.every_command.append((command, at_limit, interrupted))

@@ -1,0 +1,48 @@
+"""The attempts of a run: their settings, goals and tags, from anywhere in its journal."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from rankzero.config.renamed import params_with_new_names
+from rankzero.events import RunStarted
+from rankzero.run_store.journal import pick
+from rankzero.run_store.provenance import tags_of_user
+
+# The tag with the digest of the training data.
+_TRAINING_DATA = "rankzero.data.training"
+
+
+@dataclasses.dataclass
+class Attempts:
+    """The attempts of a run so far."""
+
+    params: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Those of the newest attempt."""
+    tags: dict[str, str] = dataclasses.field(default_factory=dict)
+    """The user's tags, of all attempts: a resume that names none takes none back."""
+    data: str | None = None
+    """The digest of the newest attempt's training data."""
+    first: RunStarted | None = None
+    of_goal: RunStarted | None = None
+    """The first attempt with the newest one's goal, and without another goal in between."""
+
+    @property
+    def goal(self) -> tuple[str, str]:
+        """The metric and the mode of the newest attempt's goal."""
+        return self.params.get("goal.metric", ""), self.params.get("goal.mode", "min")
+
+
+def read(events: Path) -> Attempts:
+    """Return the attempts in a journal."""
+    found = Attempts()
+    for start in pick(events, RunStarted):
+        before = found.goal
+        found.params = params_with_new_names(start.params)
+        found.tags |= tags_of_user(start.environment)
+        found.data = start.environment.get(_TRAINING_DATA)
+        found.first = found.first or start
+        if found.of_goal is None or found.goal != before:
+            found.of_goal = start
+    return found
