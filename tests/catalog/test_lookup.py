@@ -14,15 +14,16 @@ from typing import Any
 
 import pytest
 
-from rankzero.catalog import lookup, summary, summary_cache
+from rankzero.catalog import filters, lookup, summary, summary_cache
 from rankzero.catalog.summary import Summary
 from rankzero.cli import main
 from rankzero.errors import UserError
-from rankzero.events import StepsLogged
+from rankzero.events import ParamsLogged, RunStarted, StepsLogged, TagsSet
 from rankzero.metric_names import SPEED
 from rankzero.reporting import run_facts
 from rankzero.run_store import delivery_state
 from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.provenance import OWN_LOOP
 from rankzero.tracking.deliverer import Deliverer
 from support.runs import T0, append, ended, evaluated, make_folder, settle, started, steps
 
@@ -100,6 +101,22 @@ def test_a_resumed_run_has_the_settings_and_the_goal_of_its_newest_attempt(tmp_p
     found = summary.read_summary(folder)
     assert (found.params["lr"], found.goal, found.best) == ("0.2", "val/loss", 0.4)
     assert run_facts.facts_of(folder).best == 0.4
+
+
+def test_params_and_tags_that_a_program_adds_are_known(tmp_path: Path) -> None:
+    append(folder := make_folder(tmp_path), started(lr="0.1"))
+    append(folder, ParamsLogged(T0, {"dropout": "0.3"}), TagsSet(T0, {"team": "ops", "at": "1"}))
+    # Without a config, and of another program's own loop.
+    again = RunStarted(T0 + 9, {"lr": "0.2"}, {OWN_LOOP: "true"}, 2)
+    append(folder, again, TagsSet(T0 + 9, {"at": "2", "mlflow.note.content": "no tag"}), ended())
+    found, facts = summary.read_summary(folder), run_facts.facts_of(folder)
+    assert found.tags == facts.tags == {"host": "here", "team": "ops", "at": "2"}
+    assert found.params == facts.params
+    assert (found.params["lr"], found.params["dropout"]) == ("0.2", "0.3")
+    conditions = [filters.parse(text) for text in ("team=ops", "dropout<0.5")]
+    assert filters.select([found], conditions) == [found]
+    append(folder, started(3, lr="0.4"))
+    assert "dropout" not in summary.read_summary(folder).params, "an experiment has all its params"
 
 
 def origin(digest: str, **tags: str) -> dict[str, str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 from rankzero.config.renamed import params_with_new_names
-from rankzero.events import RunStarted
+from rankzero.events import ParamsLogged, RunStarted, TagsSet
 from rankzero.run_store.journal import pick
-from rankzero.run_store.provenance import tags_of_user
+from rankzero.run_store.provenance import OWN_LOOP, tags_of_user
 
 # The tag with the digest of the training data.
 _TRAINING_DATA = "rankzero.data.training"
@@ -19,7 +20,7 @@ class Attempts:
     """The attempts of a run so far."""
 
     params: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Those of the newest attempt."""
+    """Those of the newest attempt, and those that a program with its own loop has logged."""
     tags: dict[str, str] = dataclasses.field(default_factory=dict)
     """The user's tags, of all attempts: a resume that names none takes none back."""
     data: str | None = None
@@ -37,12 +38,31 @@ class Attempts:
 def read(events: Path) -> Attempts:
     """Return the attempts in a journal."""
     found = Attempts()
-    for start in pick(events, RunStarted):
-        before = found.goal
-        found.params = params_with_new_names(start.params)
-        found.tags |= tags_of_user(start.environment)
-        found.data = start.environment.get(_TRAINING_DATA)
-        found.first = found.first or start
-        if found.of_goal is None or found.goal != before:
-            found.of_goal = start
+    for event in pick(events, RunStarted, ParamsLogged, TagsSet):
+        match event:
+            case RunStarted():
+                _begin(found, event)
+            case ParamsLogged():
+                found.params |= event.params
+            case TagsSet():
+                found.tags |= tags_of_user(event.tags)
     return found
+
+
+def params_after(params: Mapping[str, str], start: RunStarted) -> dict[str, str]:
+    """Return a run's params after another start.
+
+    A program with its own loop takes none back: it may continue a run without its config.
+    """
+    kept = params if OWN_LOOP in start.environment else {}
+    return {**kept, **params_with_new_names(start.params)}
+
+
+def _begin(found: Attempts, start: RunStarted) -> None:
+    before = found.goal
+    found.params = params_after(found.params, start)
+    found.tags |= tags_of_user(start.environment)
+    found.data = start.environment.get(_TRAINING_DATA)
+    found.first = found.first or start
+    if found.of_goal is None or found.goal != before:
+        found.of_goal = start

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from rankzero import scalars
-from rankzero.config.renamed import params_with_new_names
+from rankzero.catalog.attempts import params_after
 from rankzero.events import (
     CheckpointDeleted,
     CheckpointSaved,
@@ -20,6 +20,7 @@ from rankzero.events import (
     RunStarted,
     StepsLogged,
     SystemSampled,
+    TagsSet,
 )
 from rankzero.experiment import Goal
 from rankzero.metric_names import SPEED
@@ -147,8 +148,8 @@ def take(facts: Facts, event: Event) -> None:
             _system(facts, event)
         case DataDescribed():
             facts.data[event.context] = event
-        case ParamsLogged():
-            facts.params = {**facts.params, **event.params}
+        case ParamsLogged() | TagsSet():
+            _addition(facts, event)
         case Noticed():
             facts.notices.append(event.text)
         case RunEnded():
@@ -215,7 +216,7 @@ def _start(facts: Facts, event: RunStarted) -> None:
     interrupted = None if has_finished or not facts.attempts else event.step
     facts.started = facts.last_time = event.time
     facts.attempts, facts.total_steps = event.attempt, event.total_steps
-    facts.params, facts.environment = params_with_new_names(event.params), event.environment
+    facts.params, facts.environment = params_after(facts.params, event), event.environment
     facts.tags |= tags_of_user(event.environment)
     facts.note = facts.note or event.environment.get(DESCRIPTION, "")
     goal, facts.end = goal_of(event.params) or facts.goal, None
@@ -225,6 +226,13 @@ def _start(facts: Facts, event: RunStarted) -> None:
     command = event.environment.get(_COMMAND)
     if command:
         facts.every_command.append((command, at_limit, interrupted))
+
+
+def _addition(facts: Facts, event: ParamsLogged | TagsSet) -> None:
+    if isinstance(event, TagsSet):
+        facts.tags |= tags_of_user(event.tags)
+    else:
+        facts.params = {**facts.params, **event.params}
 
 
 def _steps(facts: Facts, event: StepsLogged) -> None:

@@ -47,10 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "filters",
         metavar="FILTER",
         nargs="*",
-        help="KEY=VALUE, or with !=, <, <=, >, >=: a column, a param or a metric; all must hold; "
+        help="KEY=VALUE, or with !=, <, <=, >, >=: a column, param, metric or tag; all must hold; "
         "VALUE may contain * and ?",
     )
-    sort = "sort by a column, a param or a metric; -KEY: largest first"
+    sort = "sort by a column, param, metric or tag; -KEY: largest first"
     parser.add_argument("--sort", metavar="KEY", help=sort)
     array = "print everything about the runs as a JSON array, one run per line"
     parser.add_argument("--json", action="store_true", help=array)
