@@ -103,6 +103,14 @@ def test_a_resumed_run_has_the_settings_and_the_goal_of_its_newest_attempt(tmp_p
     assert run_facts.facts_of(folder).best == 0.4
 
 
+def test_the_time_between_two_attempts_does_not_count(tmp_path: Path) -> None:
+    append(folder := make_folder(tmp_path), started(), ended(at=T0 + 10))
+    # The machine of the second one went down, so it has no end.
+    append(folder, started(2, step=1000), steps(1001, 1020), started(3, step=5000))
+    append(folder, ended(at=T0 + 5003))
+    assert summary.read_summary(folder).seconds == 33.0 == run_facts.facts_of(folder).duration
+
+
 def test_params_and_tags_that_a_program_adds_are_known(tmp_path: Path) -> None:
     append(folder := make_folder(tmp_path), started(lr="0.1"))
     append(folder, ParamsLogged(T0, {"dropout": "0.3"}), TagsSet(T0, {"team": "ops", "at": "1"}))
@@ -310,7 +318,7 @@ def test_outdated_lines_of_the_cache_are_dropped(tmp_path: Path) -> None:
         append(folder, started(attempt), ended(at=T0 + attempt))
         settle(folder, seconds=1000.0 - attempt)
         [run] = lookup.listed(tmp_path / "runs", spare_lines=2)
-        assert run.seconds == attempt
+        assert run.seconds == sum(range(attempt + 1))
     assert len((tmp_path / "runs" / summary_cache.HEADS).read_text().splitlines()) <= 4
 
 

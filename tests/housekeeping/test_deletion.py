@@ -419,6 +419,16 @@ def test_prune_keeps_the_best_and_the_young(root: Path, here: Here) -> None:
     assert names(root) == {"run-0", "run-1", "run-3"}
 
 
+def test_prune_takes_a_run_that_was_resumed_for_young(root: Path, here: Here) -> None:
+    folder = make_folder(root, name="resumed")
+    for attempt, days in ((1, 5), (2, 1), (3, 0)):
+        at = time.time() - 86400 * days
+        append(folder, dataclasses.replace(started(attempt), time=at), ended(at=at))
+    prune = ("prune", "--yes", "--discard-undelivered", "--older-than")
+    assert here(*prune, "12h")[0] == 0 and names(root) == {"resumed"}
+    assert here(*prune, "0s")[0] == 0 and names(root) == set()
+
+
 def test_runs_without_a_value_to_compare_are_not_the_worst(root: Path, here: Here) -> None:
     finished(root, "no-goal")
     for name, mode, value in (("low", "min", 0.1), ("high", "max", 0.9), ("none", "max", None)):

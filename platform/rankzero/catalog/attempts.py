@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rankzero.config.renamed import params_with_new_names
-from rankzero.events import ParamsLogged, RunStarted, TagsSet
-from rankzero.run_store.journal import pick
+from rankzero.events import Event, ParamsLogged, RunStarted, StepsLogged, TagsSet
+from rankzero.run_store.journal import milestones
 from rankzero.run_store.provenance import OWN_LOOP, tags_of_user
+from rankzero.scalars import number
 
 # The tag with the digest of the training data.
 _TRAINING_DATA = "rankzero.data.training"
@@ -25,7 +26,12 @@ class Attempts:
     """The user's tags, of all attempts: a resume that names none takes none back."""
     data: str | None = None
     """The digest of the newest attempt's training data."""
+    seconds_before: float = 0.0
+    """The time of the attempts before the newest."""
+    last_time: float = 0.0
+    """The time of the newest event that was read."""
     first: RunStarted | None = None
+    newest: RunStarted | None = None
     of_goal: RunStarted | None = None
     """The first attempt with the newest one's goal, and without another goal in between."""
 
@@ -38,7 +44,7 @@ class Attempts:
 def read(events: Path) -> Attempts:
     """Return the attempts in a journal."""
     found = Attempts()
-    for event in pick(events, RunStarted, ParamsLogged, TagsSet):
+    for event in milestones(events):
         match event:
             case RunStarted():
                 _begin(found, event)
@@ -46,6 +52,7 @@ def read(events: Path) -> Attempts:
                 found.params |= event.params
             case TagsSet():
                 found.tags |= tags_of_user(event.tags)
+        found.last_time = time_of(event)
     return found
 
 
@@ -59,10 +66,19 @@ def params_after(params: Mapping[str, str], start: RunStarted) -> dict[str, str]
 
 
 def _begin(found: Attempts, start: RunStarted) -> None:
+    if found.newest is not None:
+        found.seconds_before += max(0.0, found.last_time - found.newest.time)
     before = found.goal
     found.params = params_after(found.params, start)
     found.tags |= tags_of_user(start.environment)
     found.data = start.environment.get(_TRAINING_DATA)
-    found.first = found.first or start
+    found.first, found.newest = found.first or start, start
     if found.of_goal is None or found.goal != before:
         found.of_goal = start
+
+
+def time_of(event: Event) -> float:
+    """Return an event's time, of several steps the newest; 0 if it is none."""
+    if isinstance(event, StepsLogged):
+        return number((event.times or [0.0])[-1]) or 0.0
+    return event.time

@@ -12,7 +12,7 @@ from types import NoneType
 from typing import Any, NamedTuple, get_args
 
 from rankzero.catalog import attempts
-from rankzero.catalog.attempts import Attempts
+from rankzero.catalog.attempts import Attempts, time_of
 from rankzero.config.renamed import params_with_new_names
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged, decode
 from rankzero.experiment import Goal
@@ -55,7 +55,7 @@ class Summary(NamedTuple):
     # Why it ended. Empty while it runs.
     reason: str
     started: float
-    # From its first start to its newest event.
+    # The time of all its attempts, without that between two of them.
     seconds: float
     goal: str
     # The goal metric's best value; for a run without an end, among the newest events.
@@ -167,6 +167,7 @@ def read_summary(folder: RunFolder) -> Summary:
     begun, events = attempts.read(folder.events), newest_events(folder.events)
     ended, first = last_end(events), begun.first
     started = first.time if first else (folder.path / "run.json").stat().st_mtime
+    since = begun.newest.time if begun.newest else started
     metrics = _newest_values(events)
     details = Details(begun.params, metrics, begun.tags)
     # An attempt that only evaluated has no speed of its own.
@@ -181,7 +182,7 @@ def read_summary(folder: RunFolder) -> Summary:
         status=ended.status if ended else _status_without_end(folder),
         reason=ended.reason if ended else "",
         started=started,
-        seconds=max([0.0, *(time_of(event) - started for event in events[-1:])]),
+        seconds=begun.seconds_before + max([0.0, *(time_of(one) - since for one in events[-1:])]),
         goal=begun.goal[0],
         best=_best_of(events, begun, delivery.curves.best),
         samples_per_second=number(results.get("samples_per_second", metrics.get(SPEED))),
@@ -302,10 +303,3 @@ def _best_of(events: list[Event], begun: Attempts, delivered: float | None) -> f
             if value is not None and (event.best or judge.better(value, best)):
                 best = value
     return best
-
-
-def time_of(event: Event) -> float:
-    """Return an event's time, of several steps the newest; 0 if it is none."""
-    if isinstance(event, StepsLogged):
-        return number((event.times or [0.0])[-1]) or 0.0
-    return event.time

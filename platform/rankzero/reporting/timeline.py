@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from rankzero import scalars
-from rankzero.catalog.summary import time_of
+from rankzero.catalog.attempts import time_of
 from rankzero.events import (
     LATEST,
     CheckpointSaved,

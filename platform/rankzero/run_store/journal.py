@@ -13,16 +13,18 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from rankzero.events import (
     CheckpointSaved,
     Event,
     Noticed,
+    ParamsLogged,
     PicturesTaken,
     RunEnded,
     RunStarted,
     StepsLogged,
+    TagsSet,
     decode,
     encode_line,
 )
@@ -34,7 +36,10 @@ READ_BYTES, _MOST_WAITING_BYTES = 1 << 20, 64 << 20
 _STEPS_SECONDS = 0.5
 _NEVER_LOST, _SYNCED = (RunStarted, CheckpointSaved, RunEnded), (RunStarted, RunEnded)
 _RETRY_SECONDS = 0.2
-Picked = TypeVar("Picked", bound=Event)
+_MILESTONES = tuple(
+    f'{{"event":"{kind.__name__}"'.encode()
+    for kind in (RunStarted, RunEnded, ParamsLogged, TagsSet)
+)
 
 
 class Journal:
@@ -241,23 +246,24 @@ def read_all(path: Path, offset: int = 0) -> Iterator[Event]:
 
 def newest_start(path: Path) -> RunStarted | None:
     """Return the newest attempt's start, or None without one."""
-    return [None, *pick(path, RunStarted)][-1]
+    return [None, *(event for event in milestones(path) if isinstance(event, RunStarted))][-1]
 
 
-def pick(path: Path, *kinds: type[Picked]) -> Iterator[Picked]:
-    """Yield the events of these kinds.
+def milestones(path: Path) -> Iterator[Event]:
+    """Yield the attempts' starts and ends, the event before each start, and later params and tags.
 
     Decodes no others: all events of a long run take seconds, and its lines 0.1 s for 100 MB.
     """
-    beginnings = tuple(f'{{"event":"{kind.__name__}"'.encode() for kind in kinds)
+    before = b""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as lines:
         for line in lines:
-            if line.startswith(beginnings):
-                # A line may be damaged. Then that of the attempt before counts.
-                with contextlib.suppress(ValueError):
-                    event = decode(line.decode())
-                    if isinstance(event, kinds):
-                        yield event
+            if line.startswith(_MILESTONES):
+                # An attempt has no end if its machine went down.
+                for one in (before, line) if line.startswith(_MILESTONES[0]) else (line,):
+                    # A line may be damaged. Then that of the attempt before counts.
+                    with contextlib.suppress(ValueError):
+                        yield decode(one.decode())
+            before = line
 
 
 def finish_line(path: Path) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rankzero.catalog import filters, lookup
-from rankzero.catalog.summary import ELSEWHERE, Summary
+from rankzero.catalog.attempts import time_of
+from rankzero.catalog.summary import ELSEWHERE, Summary, newest_events
 from rankzero.cli.commands.runs import size_text
 from rankzero.cli.housekeeping.delete import add_confirmation, confirmed, delete, show
 from rankzero.errors import FAILED, FINISHED, UserError
@@ -125,9 +126,18 @@ def _chosen(
         one
         for one in ended
         if one.name not in kept
-        and (older_than is None or time.time() - one.started - one.seconds >= older_than)
+        and (older_than is None or _is_old(one, older_than))
         and experiment in (None, one.experiment)
     ]
+
+
+def _is_old(one: Summary, seconds: float) -> bool:
+    """Return whether the run wrote nothing for so long."""
+    ages = [time.time() - one.started - one.seconds]
+    # Few runs are so old. The time between two attempts does not count as theirs.
+    if ages[0] >= seconds:
+        ages += [time.time() - time_of(last) for last in newest_events(one.folder.events)[-1:]]
+    return min(ages) >= seconds
 
 
 def _contest(one: Summary) -> tuple[str, str, str]:
