@@ -365,11 +365,7 @@ def test_names_in_mlflow_may_hold_anything_and_be_of_several_runs(
     made = [make_folder(tmp_path, mlflow_run_id=run_id) for run_id in ("a", "b")]
     for folder in made:
         append(folder, started(), ended())
-    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as store, store:
-        store.execute("CREATE TABLE runs (run_uuid, name, lifecycle_stage)")
-        store.execute("CREATE TABLE experiments (experiment_id, artifact_location, creation_time)")
-        rows = [(run_id, name, "active") for run_id in ("a", "b")]
-        store.executemany("INSERT INTO runs VALUES (?, ?, ?)", rows)
+    name_in_mlflow(tmp_path, a=name, b=name)
     assert main.main(["runs", "--dir", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("lr [v2] [/]\\x1b[2J ") == 2
     assert main.main(["runs", "--json", "--dir", str(tmp_path)]) == 0
@@ -379,3 +375,28 @@ def test_names_in_mlflow_may_hold_anything_and_be_of_several_runs(
         lookup.find(tmp_path / "runs", name)
     assert lookup.find(tmp_path / "runs", made[0].path.name) == made[0]
     assert lookup.find(tmp_path / "runs", "b") == made[1]
+
+
+def name_in_mlflow(root: Path, **names: str) -> None:
+    """Make the embedded store with the names of runs, by their ids."""
+    with contextlib.closing(sqlite3.connect(root / "mlflow.db")) as store, store:
+        store.execute("CREATE TABLE runs (run_uuid, name, lifecycle_stage)")
+        store.execute("CREATE TABLE experiments (experiment_id, artifact_location, creation_time)")
+        rows = [(run_id, name, "active") for run_id, name in names.items()]
+        store.executemany("INSERT INTO runs VALUES (?, ?, ?)", rows)
+
+
+def test_a_name_that_is_shown_for_another_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids, runs = {"mon": "a", "tue": "b", "wed": "c", "thu": "e"}, tmp_path / "runs"
+    for name, run_id in ids.items():
+        append(make_folder(tmp_path, name=name, mlflow_run_id=run_id), started(), ended())
+    # mlflow itself made the last one, which has no folder.
+    name_in_mlflow(tmp_path, a="mon-bad", b="mon", c="wed", e="thu", d="wed")
+    for verb in (("report", "mon"), ("export", "mon"), ("register", "mon", "csv")):
+        assert main.main([*verb, "--dir", str(tmp_path)]) == 2
+        assert "give the MLflow run id, a or b," in capsys.readouterr().err
+    found = {word: lookup.require(runs, word).path.name for word in ("a", "b", "mon-bad", "wed")}
+    assert found == {"a": "mon", "b": "tue", "mon-bad": "mon", "wed": "wed"}
+    assert lookup.require(runs, "tue").path.name == "tue"

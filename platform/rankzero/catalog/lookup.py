@@ -34,12 +34,14 @@ def find(
     """Return the folder of the run with this name or MLflow run id, or None without one.
 
     The name may be the folder's, or the one that a user gave the run in the embedded store. Raises
-    UserError if several runs have that name there or if the run is deleted, and InvalidRunFolder if
-    a link leads out of the folder. With `among_deleted`, the run must be deleted. `ids`: those of
-    the runs that have the name on a server.
+    UserError if several runs have that name there, if it is the folder's name of another run, or if
+    the run is deleted, and InvalidRunFolder if a link leads out of the folder. With
+    `among_deleted`, the run must be deleted. `ids`: those of the runs that have the name on a
+    server.
     """
     if names.is_plain(name_or_id) and (runs / name_or_id / _IDENTITY).exists():
         same = [RunFolder(runs / name_or_id)]
+        _refuse_another(same[0], among_deleted)
     else:
         known = listed(runs, among_deleted=among_deleted)
         # A copy of a folder has the same id: the newer one is used.
@@ -62,6 +64,20 @@ def find(
         back = f"is deleted: `{command}` brings it back"
         raise UserError(f"{name} {'is not deleted' if among_deleted else back}")
     return same[0]
+
+
+def _refuse_another(folder: RunFolder, among_deleted: bool) -> None:
+    """Raise UserError if lists show the folder's name for another run. A person may mean either."""
+    runs, name, own = folder.path.parent, folder.path.name, mlflow_id(folder)
+    ids = [one for one in deleted.ids_named(runs, name) if one != own]
+    # A list of thousands of runs takes long. Seldom is there an id, which may be of no folder here.
+    known = listed(runs, among_deleted=among_deleted) if ids else ()
+    if others := [one.mlflow_run_id for one in known if one.mlflow_run_id in ids]:
+        either = " or ".join(one for one in (own, *others) if one)
+        raise UserError(
+            f"another run has the name {name} in MLflow: give the MLflow run id, {either}, or "
+            "rename one of them there"
+        )
 
 
 def require(runs: Path, name_or_id: str, *, among_deleted: bool = False) -> RunFolder:

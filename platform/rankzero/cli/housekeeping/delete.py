@@ -41,7 +41,8 @@ def add_confirmation(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     runs, keeper = arguments.dir / "runs", Housekeeper(arguments.discard_undelivered)
     # All are checked first, so that a mistake deletes nothing.
-    wanted = _wanted(keeper, runs, arguments.run_names, arguments.restore)
+    named = dict.fromkeys(arguments.run_names)
+    wanted = [_find(keeper, runs, name, arguments.restore) for name in named]
     if arguments.restore:
         for name, folder in zip(lookup.shown_names(wanted), wanted, strict=True):
             keeper.restore(folder)
@@ -55,33 +56,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _find(keeper: Housekeeper, runs: Path, name: str, restore: bool) -> RunFolder:
+    """Return the run of this name. Raises UserError if it goes with another one."""
     try:
-        return named_runs.require(runs, name, among_deleted=restore)
+        found = named_runs.require(runs, name, among_deleted=restore)
     except UserError:
-        found = lookup.find(runs, name) if restore else None
+        known = lookup.find(runs, name) if restore else None
         # This disk may not know that somebody deleted the run on its server.
-        if found is None or not keeper.changed_on_servers([found])[0]:
+        if known is None or not keeper.changed_on_servers([known])[0]:
             raise
-        return found
-
-
-def _wanted(
-    keeper: Housekeeper, runs: Path, named: Sequence[str], restore: bool
-) -> list[RunFolder]:
-    """Return the named runs. Raises UserError where a name may mean another run."""
-    wanted = [_find(keeper, runs, name, restore) for name in dict.fromkeys(named)]
-    known = lookup.listed(runs, among_deleted=restore)
-    for folder in wanted:
-        name, parent = folder.path.name, folder.identity.parent
-        # MLflow shows that name for the other one, so a person may mean either.
-        if name in named and any(one.shown_name == name and one.folder != folder for one in known):
-            raise UserError(f"another run has the name {name} in MLflow: give the MLflow run id")
-        if parent is None:
-            continue
-        # In MLflow, a child may be deleted alone.
-        if not restore or deleted.is_hidden(RunFolder(runs / parent)):
-            raise UserError(f"{name} belongs to {parent}: name that run")
-    return wanted
+        found = known
+    parent = found.identity.parent
+    # In MLflow, a child may be deleted alone.
+    if parent is not None and (not restore or deleted.is_hidden(RunFolder(runs / parent))):
+        raise UserError(f"{found.path.name} belongs to {parent}: name that run")
+    return found
 
 
 def delete(keeper: Housekeeper, folders: Sequence[RunFolder], *, yes: bool) -> int:
