@@ -300,6 +300,10 @@ def test_a_delivery_shows_in_the_next_list(tmp_path: Path) -> None:
     delivery_state.save(path, dataclasses.replace(state, cursor=cursor))
     (after,) = lookup.listed(tmp_path / "runs")
     assert before.undelivered and not after.undelivered
+    for is_late in (True, False):
+        folder.late_model.touch() if is_late else folder.late_model.unlink()
+        settle(folder, 500.0 - is_late)
+        assert [run.undelivered for run in lookup.listed(tmp_path / "runs")] == [is_late]
 
 
 @pytest.mark.parametrize("name", [b"m\xfcn", "a\u2028b".encode(), b"a\nb", b"a\tb"])

@@ -188,7 +188,8 @@ def read_summary(folder: RunFolder) -> Summary:
         samples_per_second=number(results.get("samples_per_second", metrics.get(SPEED))),
         undelivered=bool(delivery.queue.awaited)
         or delivery_state.unread_bytes(folder, offsets) > 0
-        or bool(delivery_state.late_nodes(folder)),
+        or bool(delivery_state.late_nodes(folder))
+        or folder.late_model.exists(),
         parent=identity.parent,
         mlflow_run_id=delivery.run_id or identity.mlflow_run_id,
         data=begun.data,

@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _lacks(run: Summary) -> bool:
     """Return whether MLflow lacks events, the end, the best model or a page update of a run."""
-    late = run.undelivered or run.status == "DIED" or run.folder.late_model.exists()
+    late = run.undelivered or run.status == "DIED"
     state = delivery_state.load(delivery_state.path_of(run.folder, 0))
     return late or state.queue.page_update_waits
 
