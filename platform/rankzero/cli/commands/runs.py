@@ -22,7 +22,6 @@ from rankzero.run_store.folder import FolderGone
 from rankzero.run_store.location import is_offline
 from rankzero.run_store.names import InvalidRunFolder, printable
 from rankzero.scalars import rounded, shown
-from rankzero.tracking import sync
 
 _COLOURS = {
     "FINISHED": "green",
@@ -91,6 +90,11 @@ def _closed(runs: Path) -> list[Summary]:
     found = [folder for folder in died if dead_runs.is_stale(folder)]
     for folder in found:
         print(f"{folder.path.name}: FAILED, {dead_runs.close(folder)}", file=sys.stderr, flush=True)
+    if not found:
+        return listed
+    # A list seldom needs it, and it imports many modules.
+    from rankzero.tracking import sync
+
     # MLflow shows a run as RUNNING until its end is delivered, and nobody else would do that.
     for folder in () if is_offline() else found:
         try:
@@ -102,7 +106,7 @@ def _closed(runs: Path) -> list[Summary]:
             why = result.error or "no answer"
             again = command_lines.line(runs.parent, "sync")
             print(f"{folder.path.name}: not in MLflow yet ({why}): {again}", file=sys.stderr)
-    return lookup.listed(runs) if found else listed
+    return lookup.listed(runs)
 
 
 def _show(found: Sequence[Summary], limit: int, asked: Sequence[str]) -> None:
