@@ -48,6 +48,28 @@ def test_the_error_for_a_folder_names_the_migration(uri: str, tmp_path: Path) ->
         resolve_tracking_uri(uri, {}, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("uri", "mend"),
+    [
+        ("localhost:5000", "http://localhost:5000"),
+        ("127.0.0.1:5000/", "http://127.0.0.1:5000/"),
+        ("[::1]:5000", r"http://\[::1\]:5000"),
+        ("http://", "http://host:port"),
+        ("http:localhost:5000", "http://host:port"),
+        ("ftp://x/y", "http://host:port"),
+        (r"C:\mlruns", "http://host:port"),
+    ],
+)
+def test_a_uri_without_a_store_in_mlflow_is_refused(uri: str, mend: str, tmp_path: Path) -> None:
+    with pytest.raises(TrackingError, match=f"is no address: write {mend}$"):
+        resolve_tracking_uri(uri, {}, tmp_path)
+
+
+@pytest.mark.parametrize("uri", ["databricks://profile", "postgresql+psycopg2://u@host/db"])
+def test_what_mlflow_can_reach_passes(uri: str, tmp_path: Path) -> None:
+    assert resolve_tracking_uri(uri, {}, tmp_path) == uri
+
+
 def test_the_error_for_a_file_store_names_the_migration(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "meta.yaml").write_text("")

@@ -33,6 +33,7 @@ _NETWORK_FILE_SYSTEMS = (
     "nfs cifs smb lustre gpfs beegfs ceph afs 9p fuse wekafs panfs dvs virtiofs vboxsf ocfs2 gfs2"
 )
 _MOUNTS = Path("/proc/self/mounts")
+_HOST_AND_PORT = re.compile(r"([\w.-]+|\[[0-9a-fA-F:]+\]):\d+(/.*)?")
 
 
 class TrackingError(UserError):
@@ -59,8 +60,8 @@ def default_tracking_uri(root: Path) -> str:
 def resolve_tracking_uri(flag: str | None, environ: Mapping[str, str], root: Path) -> str:
     """Return the absolute URI that all processes of a job use: flag, environment, or default.
 
-    Raises TrackingError for MLflow's old file store, which MLflow itself refuses, and for a
-    database in a folder whose name MLflow would read as another's.
+    Raises TrackingError for MLflow's old file store, which MLflow itself refuses, for a
+    database in a folder whose name MLflow would read as another's, and for what is no address.
     """
     given = flag or environ.get("MLFLOW_TRACKING_URI")
     if not given:
@@ -82,6 +83,7 @@ def resolve_tracking_uri(flag: str | None, environ: Mapping[str, str], root: Pat
             )
         require_plain(path.absolute())
         return f"sqlite:///{path.absolute()}"
+    _require_address(given)
     if scheme in ("", "file"):
         raise TrackingError(
             f"the tracking URI {given!r} is a folder, MLflow's old file store, which MLflow no "
@@ -198,6 +200,21 @@ def is_empty(path: Path) -> bool:
     """Return whether a database has no tables yet."""
     with contextlib.closing(sqlite3.connect(path, timeout=20)) as database:
         return database.execute("SELECT 1 FROM sqlite_master").fetchone() is None
+
+
+def _require_address(uri: str) -> None:
+    """Raise TrackingError if MLflow has no store for the URI: a run could never be delivered."""
+    mend = f"http://{uri}" if _HOST_AND_PORT.fullmatch(uri) else "http://host:port"
+    parts = urllib.parse.urlsplit(uri)
+    if parts.scheme in ("http", "https"):
+        is_known = bool(parts.hostname)
+    elif parts.scheme in ("", "file"):  # folders have an error of their own
+        is_known = not _HOST_AND_PORT.fullmatch(uri)
+    else:
+        plugins = importlib.metadata.entry_points(group="mlflow.tracking_store")
+        is_known = drivers.is_database(uri) or parts.scheme in {"databricks"} | plugins.names
+    if not is_known:
+        raise TrackingError(f"the tracking URI {uri!r} is no address: write {mend}")
 
 
 def _migration_hint(source: Path, root: Path) -> str:
