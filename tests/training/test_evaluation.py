@@ -143,6 +143,7 @@ def test_an_interrupted_evaluation_of_several_sets_is_repeated_exactly(
         ({"near": [1], "far": []}, "validation/near set 1 and validation/far set 0"),
         ({"a/b": [1]}, "called 'a/b': use a name without '/'"),
         (5, "must return two data sets"),
+        (list(tiny().data()), "several validation sets are a mapping {name: set}"),
     ],
 )
 def test_unusable_validation_sets_get_one_message(validation: Any, says: str) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from rankzero.errors import UserError
@@ -51,7 +51,8 @@ def is_stream(dataset: Any) -> bool:
 def length_of(dataset: Any) -> int:
     """Return the samples of a data set, or 0 if it is a stream of unknown length.
 
-    Raises UserError for a DataLoader or a text. A mapping of data sets, unpacked, is its keys.
+    Raises UserError for a DataLoader, a text, or a list of data sets. A mapping of data sets,
+    unpacked, is its keys.
     """
     if isinstance(dataset, DataLoader):
         raise UserError(
@@ -62,6 +63,12 @@ def length_of(dataset: Any) -> int:
         raise UserError(
             f"the experiment returned the text {dataset!r} as a data set: return the data sets "
             "themselves, for example sets['train'], sets['validation']"
+        )
+    if isinstance(dataset, (list, tuple)) and dataset and isinstance(dataset[0], Dataset):
+        raise UserError(
+            f"the experiment returned a {type(dataset).__name__} of data sets as a data set: "
+            "several validation sets are a mapping {name: set}, and several training sets a "
+            "torch.utils.data.ConcatDataset"
         )
     try:
         return len(dataset)
