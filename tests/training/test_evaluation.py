@@ -30,6 +30,7 @@ Tiny: Any = type(tiny())
 class Several(Tiny):
     goal = Goal("val/far/accuracy", "max")
     draws: bool = False
+    has_f1: bool = True
 
     def data(self) -> Any:
         train, near = super().data()
@@ -37,7 +38,8 @@ class Several(Tiny):
 
     def measure(self, model: Any, batch: Any) -> Any:
         luck = {"luck": torch.rand(())} if self.draws and not model.training else {}
-        return {**super().measure(model, batch), **luck}
+        f1 = {"f1": torch.tensor(0.5)} if self.has_f1 else {}
+        return {**super().measure(model, batch), **luck, **f1}
 
 
 def several(**changes: Any) -> Any:
@@ -75,7 +77,7 @@ def test_each_validation_set_has_metrics_of_its_own(train: Trainer) -> None:
         loss = cross_entropy(trained.state.model.eval()(x), y)
     assert last.metrics["val/near/loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert set(last.metrics) == {
-        f"val/{name}/{metric}" for name in ("near", "far") for metric in ("loss", "accuracy")
+        f"val/{name}/{metric}" for name in ("near", "far") for metric in ("loss", "accuracy", "f1")
     }
     assert trained.state.best == max(e.metrics["val/far/accuracy"] for e in evaluated(trained))
 
@@ -117,7 +119,20 @@ def test_a_goal_of_no_set_is_refused_before_the_training(train: Trainer) -> None
     with pytest.raises(UserError, match="to val/near/accuracy or val/far/accuracy"):
         train(several(goal__metric="val/accuracy"))
     with pytest.raises(UserError, match=r"goal is 'val/near/f1'.*'val/near/accuracy'"):
-        train(several(goal__metric="val/near/f1"))
+        train(several(goal__metric="val/near/f1", has_f1=False))
+
+
+def test_a_run_without_its_goal_has_a_checkpoint_to_resume(train: Trainer, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"draws": True, "dropout": 0.3, "goal__metric": "val/near/f1"}
+    straight = train(several(**changes), tmp_path / "straight")
+    for _ in range(2):  # also after a resume that mended nothing
+        with pytest.raises(UserError, match=r"set goal\.metric"):
+            train(several(**changes, has_f1=False), tmp_path / "parts")
+    second = train(several(**changes), tmp_path / "parts")
+    assert min(second.series("train/loss")) == 6, "no step is trained again"
+    assert [one.metrics for one in evaluated(second)] == [
+        one.metrics for one in evaluated(straight)
+    ]
 
 
 @pytest.mark.parametrize("stop_at", [5, 10])

@@ -20,14 +20,17 @@ from rankzero.training.sample_images.capture import ImageCapture
 from rankzero.training.stop import EvaluationInterrupted, StopPoll, StopRequest
 
 
+class GoalMissing(UserError):
+    """An evaluation has no metric of the goal's name. Every rank raises it."""
+
+
 def evaluate_goal(
     job: TrainingContext, state: State, stop: StopRequest
 ) -> tuple[dict[str, float], bool]:
     """Evaluate, and add it to `state`. Return the metrics, and whether they are the best so far.
 
     Collective. The goal's metric decides. Without a validation set, only the replicas are compared.
-    Raises EvaluationInterrupted, and UserError if the
-    replicas differ or the goal's metric is missing.
+    Raises EvaluationInterrupted, UserError if the replicas differ, and GoalMissing.
     """
     differing = job.world.ranks_that_differ(job.strategy.checksum())
     if differing:
@@ -48,9 +51,11 @@ def evaluate_goal(
     sets.check_same_batches(job.world, job.batch_order, max(0, state.step - 1))
     if not job.val_loaders:
         return {}, False
-    metrics, goal = evaluate(job, state, stop, job.val_loaders, state.step), job.experiment.goal
+    random_states, goal = rng.state(job.world.device), job.experiment.goal
+    metrics = evaluate(job, state, stop, job.val_loaders, state.step)
     if goal.metric not in metrics:
-        raise UserError(
+        rng.restore(random_states, job.world.device)
+        raise GoalMissing(
             f"the goal is {goal.metric!r}, but measure() returns {sorted(metrics)}: set goal.metric"
         )
     return metrics, improvement.add_evaluation(job.experiment, state, metrics[goal.metric])

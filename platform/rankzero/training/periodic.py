@@ -19,7 +19,7 @@ from rankzero.events import Evaluated, Event, Noticed
 from rankzero.training import improvement, rng, strategies
 from rankzero.training.checkpoints.writer import Checkpoints
 from rankzero.training.data import stream
-from rankzero.training.evaluation import evaluate_goal
+from rankzero.training.evaluation import GoalMissing, evaluate_goal
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.optimization.joint_optimizer import parts_of
@@ -91,6 +91,12 @@ class PeriodicActions:
                 metrics, is_best = self._evaluate()
             except EvaluationInterrupted as interrupted:
                 state.evaluation_pending, stop_code = True, interrupted.code
+            except GoalMissing:
+                # A resume with another goal.metric repeats the evaluation, and not the steps.
+                state.evaluation_pending = True
+                if self._save_every:
+                    self._save({}, is_best=False)
+                raise
         # No later checkpoint has the best weights.
         save_due = save_due or is_best
         if self._save_every and (save_due or stop_code or state.step == self.last_step):
