@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import multiprocessing
 import sys
 import urllib.parse
 from contextvars import ContextVar
@@ -125,8 +127,12 @@ def _import(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.parent))
     sys.modules[name] = module
     token = _loading.set(True)
+    # The file may call os.chdir. A command takes its own relative paths from its first folder. A
+    # rank stays in the file's, from where `data` may read.
+    is_command = multiprocessing.parent_process() is None
     try:
-        spec.loader.exec_module(module)
+        with contextlib.chdir(".") if is_command else contextlib.nullcontext():
+            spec.loader.exec_module(module)
         _refuse_others(module, path)
     except BaseException:
         del sys.modules[name]

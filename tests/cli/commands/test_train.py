@@ -67,6 +67,21 @@ def resumed_at(folder: RunFolder) -> int:
     return again.step
 
 
+def test_a_file_that_changes_the_folder_trains_into_the_commands_store(rankzero: Command) -> None:
+    sub = rankzero.folder / "sub"
+    sub.mkdir()
+    (sub / "seed.txt").write_text("7")
+    text = TINY.read_text().replace("samples(200, 1)", "samples(200, int(open('seed.txt').read()))")
+    move = "import os\nos.chdir(os.path.dirname(os.path.abspath(__file__)))\n"
+    (sub / "moves.py").write_text(move + text)
+    words = ("train", "sub/moves.py", "--run-name", "moves", "--offline", "train.steps=1")
+    code, output = rankzero(*words)
+    assert code == 0, output
+    folder = RunFolder(rankzero.folder / "mlruns/runs/moves")
+    assert last_end(folder).status == "FINISHED"
+    assert folder.identity.project_dir == str(rankzero.folder)
+
+
 def test_two_processes_train_as_one_does(rankzero: Command) -> None:
     settings = ("train.steps=12", "train.log_every=4", "train.eval_every=6")
     assert (
