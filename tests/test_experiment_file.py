@@ -76,6 +76,22 @@ def test_neighbours_of_one_name_are_not_mistaken(tmp_path: Path, through: str) -
     assert load(str(second)).__name__ == "Two"
 
 
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("sys.exit()", "0"),
+        ("sys.exit('bye')", "bye"),
+        ("argparse.ArgumentParser().parse_args(['--lr=1'])", "2"),
+    ],
+)
+def test_file_that_ends_the_program_is_refused(tmp_path: Path, end: str, code: str) -> None:
+    text = f"import argparse, sys\n{end}\n"
+    path = written(tmp_path, "exp_ends.py", text)
+    with pytest.raises(UserError, match=rf"ended the program while .* \(exit {code}\): put what"):
+        load(str(path))
+    assert "exp_ends" not in sys.modules and str(tmp_path) not in sys.path
+
+
 def test_file_with_the_name_of_a_loaded_module_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="rename the file"):
         load(str(written(tmp_path, "json.py", EXPERIMENT.format(name="One"))))

@@ -134,9 +134,14 @@ def _import(path: Path) -> ModuleType:
         with contextlib.chdir(".") if is_command else contextlib.nullcontext():
             spec.loader.exec_module(module)
         _refuse_others(module, path)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[name]
         sys.path.remove(str(path.parent))
+        if isinstance(error, SystemExit):
+            raise UserError(
+                f"{path} ended the program while it was imported (exit {error.code or 0}): put "
+                'what is a script, such as parse_args(), below if __name__ == "__main__":'
+            ) from error
         raise
     finally:
         _loading.reset(token)
