@@ -179,11 +179,27 @@ def test_missing_factory_is_named() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"epochs": None}, {"batch_size": 0}, {"clip": 0.0}, {"workers": -1}, {"seed": -1}],
+    [
+        {"epochs": None},
+        {"batch_size": 0},
+        {"batch_size": "32"},
+        {"clip": 0.0},
+        {"workers": -1},
+        {"seed": -1},
+    ],
 )
 def test_impossible_train_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Train(**wrong)
+
+
+def test_train_and_goal_of_another_kind_are_refused_by_name() -> None:
+    wrong: dict[str, Any] = {"train": {"steps": 3}}
+    with pytest.raises(ConfigError, match=r"^train: must be a Train .* got \{'steps': 3\}"):
+        Experiment(**wrong)
+    for name, value in (("goal", "val/accuracy"), ("train", {"steps": 3})):
+        with pytest.raises(ConfigError, match=f"^{name}: must be a {name.title()} such as"):
+            type("Wrong", (Experiment,), {name: value, "__module__": __name__})
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "train/loss"])

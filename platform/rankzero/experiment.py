@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self, dataclass_transform
 
-from rankzero.config import check_types
+from rankzero.config import ConfigError, check_types
 from rankzero.config.renamed import new_name
 from rankzero.lr_schedules import factor
 from rankzero.search_ranges import Range
@@ -31,9 +31,11 @@ Schedule = Literal["constant", "linear", "cosine", "one_cycle", "plateau"]
 def _require_all(
     config: object, names: Sequence[str], at_least: float = -math.inf, above: float = -math.inf
 ) -> None:
-    """Raise ValueError if one of these settings is below its bound. None passes."""
+    """Raise ValueError if one of these settings is no number or below its bound. None passes."""
     for name in names:
         value = getattr(config, name)
+        if value is not None and not isinstance(value, (int, float)):
+            raise ValueError(f"{name}: must be a number, got {value!r}")
         if value is not None and value < at_least:
             raise ValueError(f"{name}: must be at least {at_least}, got {value}")
         if value is not None and not value > above:
@@ -198,7 +200,7 @@ class Train:
 
         def __post_init__(self) -> None:
             _require_all(self, ("patience",), at_least=1)
-            _require_all(self, ("lowest",), at_least=0)
+            _require_all(self, ("lowest", "factor"), at_least=0)
             if not 0 < self.factor < 1:
                 raise ValueError(f"factor: must be between 0 and 1, got {self.factor}")
 
@@ -294,6 +296,7 @@ class Experiment:
         # checks a type that is defined later, or in a function.
         with contextlib.suppress(NameError):
             check_types(cls, f"{cls.__name__}.")
+        _require_groups(cls)
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
         for field in dataclasses.fields(cls):
             if (
@@ -304,6 +307,7 @@ class Experiment:
         _check_names(cls)
 
     def __post_init__(self) -> None:
+        _require_groups(self)
         if not self.goal.metric.startswith("val/"):
             raise ValueError(
                 "goal.metric: must be a validation metric such as 'val/loss', "
@@ -465,6 +469,17 @@ class Experiment:
         be a pure function: a resume calls it at any step.
         """
         return factor(self.train.schedule, step, total_steps, self.train.warmup_steps)
+
+
+def _require_groups(owner: Any) -> None:
+    """Raise ConfigError if `train` or `goal` of a class or an object is another kind of value."""
+    for name, kind, such_as in (
+        ("train", Train, "Train(epochs=10)"),
+        ("goal", Goal, "Goal('val/accuracy', 'max')"),
+    ):
+        value = getattr(owner, name)
+        if not isinstance(value, (kind, dataclasses.Field)):
+            raise ConfigError(f"{name}: must be a {name.title()} such as {such_as}, got {value!r}")
 
 
 def _check_names(cls: type[Experiment]) -> None:

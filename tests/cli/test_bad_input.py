@@ -60,6 +60,8 @@ def here(
         (["train", "nothing.py"], 2, "no such experiment file: nothing.py"),
         (["train", "empty.py"], 2, "defines no Experiment"),
         (["train", "broken.py"], 1, "broken.py, line 2"),
+        (["train", "mistyped.py"], 2, "width: expected int, got '0.5'"),
+        (["config", "mistyped.py"], 2, "width: expected int, got '0.5'"),
         (["config", TINY, "lr=fast"], 2, "lr: expected float"),
         (["config", TINY, "zzz=1"], 2, "'zzz'; `rankzero config EXP` lists the keys"),
         (["trian"], 2, "'trian' is no verb; did you mean 'train'?"),
@@ -80,6 +82,8 @@ def here(
 def test_mistake_gets_one_message(here: Here, words: list[object], code: int, says: str) -> None:
     Path("empty.py").write_text("x = 1\n")
     Path("broken.py").write_text("x = 1\nraise OSError('of its own')\n")
+    text = "from rankzero import Experiment\nclass One(Experiment):\n    width: int = 0.5\n"
+    Path("mistyped.py").write_text(text)
     found, output = here(*words)
     assert found == code, output
     assert says in output

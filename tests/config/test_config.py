@@ -147,6 +147,26 @@ def test_wrong_value_is_reported_with_its_key(key: str, value: str, says: str) -
 
 
 @pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"width": 0.5}, "width: expected int, got '0.5'"),
+        ({"inner": Inner(mode="slow")}, "inner.mode: expected fast | exact, got 'slow'"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_value_of_the_file_is_reported_too(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        override(Outer(**wrong), {"name": "y"})
+    assert says in str(raised.value)
+
+
+def test_value_of_the_file_is_read_as_its_type_and_else_left_alone() -> None:
+    wrong: dict[str, Any] = {"width": "7", "inner": Inner(rate=1), "sizes": [1]}
+    after = override(Outer(**wrong), {})
+    assert (after.width, after.sizes) == (7, (1,))
+    assert render(after.inner.rate) == "1"
+
+
+@pytest.mark.parametrize(
     ("text", "annotation", "value"),
     [
         ("1e5", int, 100_000),

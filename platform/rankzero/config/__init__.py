@@ -62,7 +62,7 @@ def override(config: Config, changes: Mapping[str, Any]) -> Config:
     """Return a copy of `config` with `changes` ({dotted key: value or its text}) applied.
 
     Text is read as the field's type. Raises ConfigError for an unknown key, and for a value of the
-    wrong type or out of range.
+    wrong type or out of range, also for one that `config` had before.
     """
     known = flatten(config)
     for key in changes:
@@ -173,13 +173,16 @@ def _override(config: Config, changes: Mapping[str, Any], prefix: str) -> Config
         key, value = prefix + field.name.rstrip("_"), getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             new[field.name] = _override(value, changes, key + ".")
-        elif key in changes:
-            kind = hints[field.name]
-            try:
-                new[field.name] = coerce(changes[key], kind)
-            except ValueError as error:
-                wanted = f"expected {describe_type(kind)}, got {_shown(changes[key])}"
-                raise ConfigError(f"{key}: {wanted}") from error
+            continue
+        kind, wanted = hints[field.name], changes.get(key, value)
+        try:
+            made = coerce(wanted, kind)
+        except ValueError as error:
+            expected = f"expected {describe_type(kind)}, got {_shown(wanted)}"
+            raise ConfigError(f"{key}: {expected}") from error
+        # An integer that the class gives a float stays one: older studies have its text.
+        if key in changes or made != value:
+            new[field.name] = made
     try:
         return dataclasses.replace(config, **new)  # type: ignore[type-var]
     except ConfigError:
