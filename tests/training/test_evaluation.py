@@ -18,6 +18,7 @@ from rankzero.experiment import Goal
 from rankzero.ranks import Ranks
 from rankzero.run_store import checkpoint_files
 from rankzero.training.data import sets
+from rankzero.training.data.stream import length_of
 from rankzero.training.distributed.world import World
 from rankzero.training.evaluation import evaluate_goal
 from rankzero.training.stop import StopCode, StopRequest
@@ -168,6 +169,17 @@ def test_unusable_validation_sets_get_one_message(validation: Any, says: str) ->
 
     with pytest.raises(UserError, match=says):
         sets.load(Odd())
+
+
+def test_arrays_in_place_of_a_data_set_are_refused() -> None:
+    class Odd(Tiny):
+        def data(self) -> Any:
+            train, _ = super().data()
+            return train.tensors, train.tensors
+
+    with pytest.raises(UserError, match=r"a tuple of 2 arrays .*TensorDataset\(x, y\)"):
+        sets.load(Odd())
+    assert length_of((torch.zeros(3), torch.zeros(3), torch.zeros(3))) == 3, "its samples"
 
 
 def test_a_dictionary_with_numbers_is_one_data_set() -> None:

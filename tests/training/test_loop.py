@@ -15,6 +15,7 @@ from rankzero.config import override
 from rankzero.errors import NotFinite, UserError
 from rankzero.events import CheckpointSaved, Evaluated, Noticed, StepsLogged
 from rankzero.ranks import Ranks
+from rankzero.ratio import Ratio
 from rankzero.run_store import checkpoint_files
 from rankzero.training.build import build
 from rankzero.training.checkpoints import restore
@@ -276,6 +277,34 @@ def test_errors_in_the_experiment_are_raised_unchanged(
 ) -> None:
     with pytest.raises(error, match=says):
         train(tiny(fail=fail))
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (None, "returned NoneType: return a torch.nn.Module"),
+        (torch.nn.Linear, "returned the class Linear: return a torch.nn.Module"),
+        (torch.nn.Linear(8, 2).requires_grad_(False), "measure().*has no gradient: compute it"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused(train: Trainer, made: Any, says: str) -> None:
+    class Mistaken(type(tiny())):  # type: ignore[misc]
+        def model(self) -> Any:
+            return made
+
+    with pytest.raises(UserError, match=says):
+        train(Mistaken())
+
+
+@pytest.mark.parametrize("is_ratio", [False, True])
+def test_a_detached_loss_is_refused(train: Trainer, is_ratio: bool) -> None:
+    class Detached(type(tiny())):  # type: ignore[misc]
+        def measure(self, model: Any, batch: Any) -> Any:
+            loss = super().measure(model, batch)["loss"].detach()
+            return {"loss": Ratio(loss, 1) if is_ratio else loss}
+
+    with pytest.raises(UserError, match=r"measure\(\)\['loss'\] has no gradient: compute it"):
+        train(Detached())
 
 
 def test_a_goal_that_is_not_measured_is_refused(train: Trainer) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rankzero import ranks
+from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.telemetry.host import core_count
 from rankzero.training import malloc, parameter_counts, rng, strategies
@@ -44,7 +45,7 @@ def build(
     order = _batch_order(experiment, world, train_set, val_sets)
     model_randoms = rng.state(torch.device("cpu"))
     # On the CPU: a strategy moves this rank's part. A pretraining within model() leaves gradients.
-    model = experiment.model()
+    model = model_of(experiment)
     model.zero_grad()
     trainable = [name for name, one in model.named_parameters() if one.requires_grad]
     make_loader = _loader_factory(experiment, world)
@@ -81,6 +82,15 @@ def build(
     job.frozen_parts.begin(0, strategy)
     malloc.keep_freed_memory()
     return job, state
+
+
+def model_of(experiment: Experiment) -> nn.Module:
+    """Return the experiment's new model. Raises UserError if it is none."""
+    model = experiment.model()
+    if not isinstance(model, nn.Module):
+        found = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise UserError(f"model() returned {found}: return a torch.nn.Module, such as `return net`")
+    return model
 
 
 def _set_up_process(experiment: Experiment, world: World) -> precision.Precision:

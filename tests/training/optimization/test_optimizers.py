@@ -45,6 +45,30 @@ def test_an_optimizer_that_needs_a_closure_is_refused(several: bool) -> None:
         optimizers.of(LineSearch(), linear())
 
 
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (None, "returned NoneType: return a"),
+        (([], []), "returned tuple: return a"),
+        (optim.SGD, "returned the class SGD: return a"),
+        ({"all": None}, "returned NoneType: return a"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(made: Any, says: str) -> None:
+    class Mistaken(Experiment):
+        def optimizer(self, model: nn.Module) -> Any:
+            return made
+
+    with pytest.raises(UserError, match=says):
+        optimizers.of(Mistaken(), linear())
+
+
+def test_a_schedule_that_returns_no_number_is_refused() -> None:
+    factors: Any = None
+    with pytest.raises(UserError, match=r"schedule\(\) returned NoneType: return one float"):
+        set_lr(optim.SGD(linear().parameters(), lr=0.1), [0.1], factors)
+
+
 def test_an_optimizer_of_another_model_is_refused() -> None:
     class Mistaken(Experiment):
         def optimizer(self, model: nn.Module) -> optim.Optimizer:

@@ -51,8 +51,8 @@ def is_stream(dataset: Any) -> bool:
 def length_of(dataset: Any) -> int:
     """Return the samples of a data set, or 0 if it is a stream of unknown length.
 
-    Raises UserError for a DataLoader, a text, or a list of data sets. A mapping of data sets,
-    unpacked, is its keys.
+    Raises UserError for a DataLoader, a text, a list of data sets, or a tuple ``(x, y)`` of arrays.
+    A mapping of data sets, unpacked, is its keys.
     """
     if isinstance(dataset, DataLoader):
         raise UserError(
@@ -70,12 +70,23 @@ def length_of(dataset: Any) -> int:
             "several validation sets are a mapping {name: set}, and several training sets a "
             "torch.utils.data.ConcatDataset"
         )
+    if isinstance(dataset, tuple) and _are_columns(dataset):
+        raise UserError(
+            f"the experiment returned a tuple of {len(dataset)} arrays as a data set: wrap them as "
+            "torch.utils.data.TensorDataset(x, y), of tensors"
+        )
     try:
         return len(dataset)
     except TypeError:
         if is_stream(dataset):
             return 0
         raise
+
+
+def _are_columns(arrays: tuple[Any, ...]) -> bool:
+    """Return whether these are a few arrays with a row for each sample, as in ``(x, y)``."""
+    rows = {tuple(getattr(one, "shape", ()))[:1] for one in arrays[:5]}
+    return 1 < len(arrays) < 5 and len(rows) == 1 and max(rows) > (len(arrays),)
 
 
 def is_empty(dataset: Any) -> bool:

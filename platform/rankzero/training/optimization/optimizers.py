@@ -26,7 +26,7 @@ def of(experiment: Experiment, model: nn.Module, *, fuse: bool = True) -> Optimi
     """
     made, precision = experiment.optimizer(model), experiment.train.precision
     for one in made.values() if isinstance(made, Mapping) else (made,):
-        _check_steps_alone(one)
+        check_steps_alone(one)
     if experiment.turns:
         joint_optimizer.check_turns(experiment, made)
     if isinstance(made, Mapping):
@@ -52,8 +52,13 @@ def _freeze_others(optimizer: Optimizer, model: nn.Module) -> None:
             parameter.requires_grad_(False)
 
 
-def _check_steps_alone(optimizer: Any) -> None:
-    """Raise UserError if a step of `optimizer` calls the loss itself, as L-BFGS does."""
+def check_steps_alone(optimizer: Any) -> None:
+    """Raise UserError if it is no optimizer, or if its step calls the loss itself, as L-BFGS's."""
+    if not hasattr(optimizer, "param_groups"):
+        raise UserError(
+            f"optimizer() returned {_named(optimizer)}: return a torch.optim.Optimizer, or {{name: "
+            "optimizer}. The learning rates are those of train.schedule or schedule()"
+        )
     step = getattr(optimizer, "step", None)
     closure = inspect.signature(step).parameters.get("closure") if step else None
     if closure is not None and closure.default is closure.empty:
@@ -139,13 +144,22 @@ def _by_group(
     if getattr(values, "ndim", 0):
         values = values.tolist() if len(values) != 1 else values[0]
     if not isinstance(values, Sequence):
-        return [float(values)] * groups
+        try:
+            return [float(values)] * groups
+        except TypeError as error:
+            raise UserError(
+                f"schedule() returned {_named(values)}: return one float, or one for each group"
+            ) from error
     if len(values) != groups:
         raise UserError(
             f"schedule() returned {len(values)} factors, but the optimizer has {groups} parameter "
             "groups: return one float, or one for each group"
         )
     return values
+
+
+def _named(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def learning_rates(optimizer: Optimizer) -> dict[str, float]:

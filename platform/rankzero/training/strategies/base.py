@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from rankzero.errors import UserError
 from rankzero.ratio import Ratio
 from rankzero.training.distributed.world import World
 from rankzero.training.metrics.window import check_metrics
@@ -76,7 +77,18 @@ class MicroBatchStep:
             # Checked only now, because the check costs time. It raises a UserError if the values
             # are at fault.
             check_metrics(values)
+            _check_trains(values["loss"])
             raise
+
+
+def _check_trains(loss: Any) -> None:
+    """Raise UserError for a loss without a gradient."""
+    if not (loss.numerator if isinstance(loss, Ratio) else loss).requires_grad:
+        raise UserError(
+            "measure()['loss'] has no gradient: compute it from the output of the model that "
+            "measure() gets, without detach(), argmax() or no_grad(), and let model() return a "
+            "model with parameters that are not frozen"
+        )
 
 
 class Strategy(Protocol):

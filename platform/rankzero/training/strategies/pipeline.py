@@ -241,6 +241,7 @@ def build(
             f"train.strategy=pp takes one optimizer, and optimizer() returned {len(whole)}: return "
             "one, or use ddp or fsdp"
         )
+    optimizers.check_steps_alone(whole)
     names = parameter_names.order(model, whole)
     size = train.batch_size // _micro_batch_count(train, world.size)
 

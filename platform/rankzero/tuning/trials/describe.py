@@ -166,6 +166,7 @@ def _described(asked: Question) -> ExperimentDescription:
     import torch
     from torch import nn
 
+    from rankzero.training.build import model_of
     from rankzero.training.data.loader import in_memory
     from rankzero.training.data.stream import length_of
     from rankzero.training.distributed.device import driver_version
@@ -179,7 +180,7 @@ def _described(asked: Question) -> ExperimentDescription:
     cores = max(1, core_count() // asked.parallel)
     counts = (processes, *asked.more)
     _check_processes(experiment.train, counts, asked.parallel, cores, asked.machines)
-    model = experiment.model()
+    model = model_of(experiment)
     # A model may import more. Data may, too, but often only where a prepared file is missing.
     code = _digest_of_code(experiment_file.split(asked.reference)[0].parent)
     data, validation = experiment.data()
