@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -302,6 +303,26 @@ def test_a_repeats_value_may_have_a_comma(called: list[str], tmp_path: Path) -> 
 
     rankzero.repeat(Tiny(), over={"width": [8, 16], "name": ["a,b"]}, dir=tmp_path)
     assert called[-2:] == ['--over=width=["8", "16"]', '--over=name=["a,b"]']
+
+
+@pytest.mark.parametrize("over", [{"lr": 0.1}, {"name": "ab"}, "lr", [0.1]])
+def test_a_repeat_over_no_lists_is_refused(called: list[str], over: Any) -> None:
+    from tiny import Tiny
+
+    with pytest.raises(rankzero.UserError, match=r"over must be \{setting: values\}"):
+        rankzero.repeat(Tiny(), over=over)
+    assert not called
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [(rankzero.Experiment, r"such as Experiment\(\)"), ("tiny.py", r"Digits\(\), got 'tiny\.py'")],
+)
+def test_what_is_no_experiment_is_refused(called: list[str], given: Any, says: str) -> None:
+    for verb, run in (("train", rankzero.train), ("search", rankzero.search)):
+        with pytest.raises(rankzero.UserError, match=f"^rankzero.{verb} takes an object.*{says}"):
+            run(given)
+    assert not called
 
 
 @pytest.mark.parametrize("stdout", [None, object()])

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from rankzero import config, experiment_file
 from rankzero.api import notebook, results
 from rankzero.config.values import render
 from rankzero.errors import FAILED, FINISHED, NOT_DELIVERED, RESUMABLE, USAGE, RunFailed, UserError
+from rankzero.experiment import Experiment
 from rankzero.launch.request import with_secrets
 from rankzero.launch.signals import handled_signals
 from rankzero.mlflow_store.server import LOOPBACK, has_screen
@@ -33,8 +34,6 @@ from rankzero.run_store.spoken_names import new_name
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-
-    from rankzero.experiment import Experiment
 
 # -P: a file of the current folder must not hide a module of ours.
 _COMMAND = (sys.executable, "-P", "-m", "rankzero")
@@ -102,10 +101,7 @@ def repeat(
     where some of the runs failed, and UserError.
     """
     chosen = seeds if seeds is None or isinstance(seeds, int) else "".join(f"{n}," for n in seeds)
-    # As JSON, because a value may have a comma.
-    lists = {key: json.dumps([*map(render, values)]) for key, values in (over or {}).items()}
-    varied = [f"{key}={text}" for key, text in lists.items()]
-    options |= {"seeds": chosen, "nproc": nproc, "dir": dir, "over": varied}
+    options |= {"seeds": chosen, "nproc": nproc, "dir": dir, "over": _varied(over or {})}
     return _run("repeat", experiment, run_name, **options)
 
 
@@ -211,6 +207,15 @@ def _run(verb: str, experiment: Experiment, run_name: str | None, **options: Any
     return results.run(name, dir=options["dir"])
 
 
+def _varied(over: Mapping[str, Iterable[Any]]) -> list[str]:
+    """Return the values of ``--over``. Raises UserError if some are no lists of values."""
+    values = over.values() if isinstance(over, Mapping) else [None]
+    if any(isinstance(one, str) or not isinstance(one, Iterable) for one in values):
+        raise UserError(f"over must be {{setting: values}}, such as {{'lr': [0.1]}}, got {over!r}")
+    # As JSON, because a value may have a comma.
+    return [f"{key}={json.dumps([*map(render, values)])}" for key, values in over.items()]
+
+
 def _reference_of(experiment: Experiment) -> str:
     """Return the file and class of an experiment, as the command line takes them.
 
@@ -235,8 +240,17 @@ def _reference_of(experiment: Experiment) -> str:
     return f"{Path(file).absolute()}:{cls.__name__}"
 
 
-def _words(verb: str, experiment: Experiment) -> list[str]:
-    """Return a command line with the settings that differ from the class's defaults."""
+def _words(verb: str, experiment: object) -> list[str]:
+    """Return a command line with the settings that differ from the class's defaults.
+
+    Raises UserError if it is no experiment.
+    """
+    if not isinstance(experiment, Experiment):
+        name = getattr(experiment, "__name__", "Digits")
+        raise UserError(
+            f"rankzero.{verb} takes an object of an experiment's class, such as {name}(), got "
+            f"{experiment!r}"
+        )
     defaults = config.rendered(type(experiment)())
     settings = config.rendered(experiment).items()
     changed = [f"{key}={text}" for key, text in settings if text != defaults[key]]
