@@ -191,7 +191,8 @@ class _Parser(argparse.ArgumentParser):
 def _no_verb(word: str) -> str:
     if word.endswith(".py"):
         return f"{word!r} is no verb: write rankzero train {shlex.quote(word)}"
-    near = difflib.get_close_matches(word, VERBS, n=1)
+    # Not the default of 0.6: `tune` is no `prune`, which deletes.
+    near = difflib.get_close_matches(word, VERBS, n=1, cutoff=0.75)
     hint = f"did you mean {near[0]!r}?" if near else "`rankzero --help` lists them"
     return f"{word!r} is no verb; {hint}"
 
@@ -206,12 +207,17 @@ def _no_option(words: Sequence[str], parser: argparse.ArgumentParser, takes_sett
         return f"there is no option {option}; did you mean {near[0]}?"
     if not (takes_settings and option.startswith("--")):
         return f"{option!r} is one word too many, or an option that does not exist"
-    from rankzero.experiment import Train
+    from rankzero.config import flatten
+    from rankzero.experiment import Experiment
 
+    # The file is not loaded, so its own settings are not known.
     key = option.lstrip("-").replace("-", "_")
-    key = f"train.{key}" if key in Train.__dataclass_fields__ else key
+    keys = [name for name in flatten(Experiment()) if f".{name}".endswith(f".{key}")]
+    if not keys:
+        return f"there is no option {option}; `rankzero config EXP` lists the settings, key=value"
     following = [word for word in words[1:2] if not word.startswith("-")]
-    return f"there is no option {option}; write {key}={value or ''.join(following) or '…'}"
+    written = value or "".join(following) or "…"
+    return f"there is no option {option}; write {min(keys, key=len)}={written}"
 
 
 def _report(error: Exception) -> int:

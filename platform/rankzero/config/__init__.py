@@ -24,6 +24,8 @@ from rankzero.config.values import coerce, describe_type, is_setting_type, rende
 
 Config = TypeVar("Config")
 _LONGEST_SHOWN = 200
+_CLOSE = 0.75
+"""How similar a key must be to be named as meant. Below that, a hint misleads."""
 # Resolving the types takes longer than all else that flattens a config.
 _type_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
@@ -157,11 +159,11 @@ def hint(key: str, known: Iterable[str], otherwise: str) -> str:
     key = key[:_LONGEST_SHOWN]
     *_, end = re.split("[./]", key)
     ends = {name: re.split("[./]", name)[-1] for name in known}
+    close_ends = difflib.get_close_matches(end, ends.values(), 1, _CLOSE)
     near = (
         [name for name in ends if ends[name] == end]
-        or difflib.get_close_matches(key, ends, n=1)
-        or [name for name in ends if ends[name] in difflib.get_close_matches(end, ends.values(), 1)]
-        or difflib.get_close_matches(key, ends, n=3, cutoff=0.5)
+        or difflib.get_close_matches(key, ends, 1, _CLOSE)
+        or [name for name in ends if ends[name] in close_ends]
     )
     return f"did you mean {' or '.join(map(repr, near[:3]))}?" if near else otherwise
 
