@@ -54,6 +54,10 @@ def here(
             "cannot be divided evenly among 3 processes: use 30 or 33",
         ),
         (["train", TINY, "--nproc", 0], 2, "at least 1"),
+        (["train", TINY, "--nproc", "two"], 2, "--nproc-per-node: 'two' is no whole number, auto"),
+        (["train", TINY, "--max-restarts", -1], 2, "--max-restarts must be at least 0, got -1"),
+        (["config", "mistyped.py", "plain=9"], 2, "write `plain: int = 7` in the class to make"),
+        (["config", "mistyped.py", "lockstep=true"], 2, "'lockstep'; `rankzero config EXP` lists"),
         (["train", TINY, "--nnodes", 2], 2, "--rdzv-endpoint"),
         (["train", TINY, "--run-name", "../up"], 2, "a run's name may have"),
         (["train", TINY, "--tracking-uri", "./old"], 2, "file store"),
@@ -86,8 +90,8 @@ def here(
 def test_mistake_gets_one_message(here: Here, words: list[object], code: int, says: str) -> None:
     Path("empty.py").write_text("x = 1\n")
     Path("broken.py").write_text("x = 1\nraise OSError('of its own')\n")
-    text = "from rankzero import Experiment\nclass One(Experiment):\n    width: int = 0.5\n"
-    Path("mistyped.py").write_text(text)
+    body = "class One(Experiment):\n    width: int = 0.5\n    plain = 7\n"
+    Path("mistyped.py").write_text(f"from rankzero import Experiment\n{body}")
     found, output = here(*words)
     assert found == code, output
     assert says in output

@@ -75,7 +75,8 @@ def override(config: Config, changes: Mapping[str, Any]) -> Config:
             raise ConfigError(f"{_shown(key)} is a group: set one of {', '.join(group)}")
         if key not in known:
             listed = "`rankzero config EXP` lists the keys"
-            raise ConfigError(f"unknown key {_shown(key)}; {hint(key, known, listed)}")
+            advice = _untyped(config, key) or hint(key, known, listed)
+            raise ConfigError(f"unknown key {_shown(key)}; {advice}")
     return _override(config, changes, "")
 
 
@@ -166,6 +167,15 @@ def hint(key: str, known: Iterable[str], otherwise: str) -> str:
         or [name for name in ends if ends[name] in close_ends]
     )
     return f"did you mean {' or '.join(map(repr, near[:3]))}?" if near else otherwise
+
+
+def _untyped(config: object, key: str) -> str | None:
+    """Return the advice for an attribute that a class gives a value and no type, or None."""
+    value = getattr(type(config), key, None)
+    # With a type, it is a ClassVar.
+    if key in _type_hints(type(config)) or not isinstance(value, (bool, int, float, str)):
+        return None
+    return f"write `{key}: {type(value).__name__} = {value!r}` in the class to make it a setting"
 
 
 def _override(config: Config, changes: Mapping[str, Any], prefix: str) -> Config:
