@@ -263,6 +263,8 @@ def topology_of(
         processes = ranks.default_count(train.strategy, torch.cuda.device_count())
     if processes < 1:
         raise UserError("--nproc must be at least 1")
+    if arguments.max_restarts < 0:
+        raise UserError(f"--max-restarts must be at least 0, got {arguments.max_restarts}")
     check_gpus(processes)
     for count in range(machines.least, machines.most + 1):
         micro_batch_size(train, ranks.shards(train.strategy, processes * count))

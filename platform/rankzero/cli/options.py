@@ -156,7 +156,10 @@ def _of_torchrun(name: str) -> str | None:
 
 def _processes(text: str) -> int | None:
     # Both mean one for each device. Our own default also knows the strategy.
-    return None if text in ("auto", "gpu") else int(text)
+    try:
+        return None if text in ("auto", "gpu") else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number, auto or gpu") from None
 
 
 def _machines(text: str) -> tuple[int, int]:
