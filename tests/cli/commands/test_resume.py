@@ -116,6 +116,15 @@ def test_steps_decide_unless_they_are_unset() -> None:
     assert both.train.steps == 9
 
 
+def test_a_stop_at_no_target_is_refused_where_it_is_asked_for() -> None:
+    asked = {"train.limits.stop_at_target": "true"}
+    with pytest.raises(ConfigError, match=r"changes nothing, because goal\.target is none"):
+        with_changes(Experiment(), asked)
+    aimed = with_changes(Experiment(), {**asked, "goal.target": "0.5"})
+    assert aimed.train.limits.stop_at_target
+    assert not with_changes(aimed, {"goal.target": "none"}).goal.target, "an older run may have it"
+
+
 @pytest.mark.parametrize(("machines", "nproc"), [(Machines(2, 2), 4), (Machines(1, 2), None)])
 def test_a_range_of_machines_keeps_the_default_number_of_processes(
     machines: Machines, nproc: int | None, tmp_path: Path
