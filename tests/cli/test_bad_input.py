@@ -99,6 +99,16 @@ def test_mistake_gets_one_message(here: Here, words: list[object], code: int, sa
     assert not list(Path.cwd().glob("mlruns/runs/*"))
 
 
+@pytest.mark.parametrize("text", ["1h", "-1", "nan"])
+def test_seconds_of_the_environment_are_checked_before_a_run(
+    here: Here, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANKZERO_SETUP_SECONDS", text)
+    code, output = here("train", TINY)
+    assert code == 2 and f"RANKZERO_SETUP_SECONDS='{text}' is not a number of sec" in output, output
+    assert not list(Path.cwd().glob("mlruns/runs/*"))
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

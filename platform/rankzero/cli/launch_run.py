@@ -257,7 +257,9 @@ def topology_of(
 
     from rankzero.training.data.order import micro_batch_size
     from rankzero.training.distributed.device import check_gpus
+    from rankzero.training.distributed.watchdog import setup_seconds
 
+    setup_seconds()  # a wrong one would end each rank
     processes = arguments.nproc
     if processes is None:
         processes = ranks.default_count(train.strategy, torch.cuda.device_count())

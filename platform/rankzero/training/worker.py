@@ -29,7 +29,7 @@ from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints, unlogged
 from rankzero.training.data import digest, sets, stream
 from rankzero.training.distributed import device
-from rankzero.training.distributed.watchdog import SETUP_SECONDS, Watchdog
+from rankzero.training.distributed.watchdog import Watchdog, setup_seconds
 from rankzero.training.distributed.world import World, join
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.launcher_death import end_with_launcher
@@ -100,8 +100,7 @@ def attempt(
         experiment.train.limits.hang_minutes,
         world.ranks.rank,
         [lambda failure: failures.write(failure, log.folder.failures), world.report_failure],
-        # For data that take longer than half an hour to arrive, and for tests.
-        setup_seconds=float(os.environ.get("RANKZERO_SETUP_SECONDS") or SETUP_SECONDS),
+        setup_seconds=setup_seconds(),
         local_processes=world.local_processes(),
     )
     watched.enter_context(watchdog.watching())

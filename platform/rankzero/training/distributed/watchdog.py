@@ -20,8 +20,10 @@ from types import FrameType
 
 import torch
 
+from rankzero.errors import UserError
 from rankzero.launch import agent
 from rankzero.launch.failures import Failure, FailureKind, place_of
+from rankzero.mlflow_store import patience
 from rankzero.training.distributed import world
 from rankzero.training.metrics import window
 
@@ -32,6 +34,8 @@ FIRST_STEP_FACTOR = 6.0
 WAITING_FACTOR = 1.5
 # The least time before the first step and after the last: data may have to be downloaded.
 SETUP_SECONDS = 1800.0
+_SETUP = "RANKZERO_SETUP_SECONDS"
+"""Other seconds, for data that take longer than half an hour to arrive, and for tests."""
 # To report a hang. The disk may hang, and a stopped rank 0 answers no request.
 REPORT_SECONDS = 5.0
 
@@ -44,6 +48,15 @@ WAITING_IN = (
 """A rank whose innermost Python frame is in one of these waits for other ranks or its device."""
 
 SETTING_UP, TRAINING, ENDING = "in set-up", "", "after the last step"
+
+
+def setup_seconds(environ: Mapping[str, str] = os.environ) -> float:
+    """Return the least time before the first step. Raises UserError for what is no number."""
+    text = environ.get(_SETUP) or str(SETUP_SECONDS)
+    try:
+        return patience.seconds(text)
+    except ValueError as error:
+        raise UserError(f"{_SETUP}={text!r} is not a number of seconds, 0 or more") from error
 
 
 class Watchdog:
