@@ -51,7 +51,7 @@ def here(
         (
             ["train", TINY, "--nproc", 3],
             2,
-            "cannot be divided evenly among 3 processes: use 30 or 33",
+            "evenly among 3 processes: use train.batch_size=30 or 33",
         ),
         (["train", TINY, "--nproc", 0], 2, "at least 1"),
         (["train", TINY, "--nproc", "two"], 2, "--nproc-per-node: 'two' is no whole number, auto"),

@@ -262,12 +262,12 @@ def micro_batch_size(train: Train, world_size: int) -> int:
     if train.batch_size % divisor:
         below = train.batch_size // divisor * divisor
         near = " or ".join(str(size) for size in (below, below + divisor) if size)
-        parts = f"{world_size} processes"
+        parts = f"{world_size} process{'es' * (world_size > 1)}"
         if train.micro_batch:
             parts += f" x train.micro_batch={train.micro_batch}"
         raise UserError(
             f"train.batch_size={train.batch_size} cannot be divided evenly among {parts}: "
-            f"use {near}"
+            f"use train.batch_size={near}"
         )
     return micro_batch
 
