@@ -178,7 +178,7 @@ def test_mixed_seeds_differ(one: list[int], other: list[int]) -> None:
 
 
 def test_a_batch_that_cannot_be_divided_names_the_nearest_sizes() -> None:
-    with pytest.raises(UserError, match="use 99 or 102"):
+    with pytest.raises(UserError, match=r"use train\.batch_size=99 or 102"):
         make_batch_order(Train(batch_size=100), 1000, world_size=3)
     with pytest.raises(UserError, match=r"micro_batch=8: use train\.batch_size=16 or 32"):
         make_batch_order(Train(batch_size=20, micro_batch=8), 1000, world_size=2)
