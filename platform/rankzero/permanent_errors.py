@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 
 _REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"}
+_NO_RIGHTS = {"UNAUTHENTICATED", "PERMISSION_DENIED"}
 # These depend on rights, a proxy or the load, and may change. Other 4xx codes reject the request.
 _MAY_CHANGE = {401, 403, 404, 408, 409, 425, 429}
 # A file system never accepts these names.
@@ -35,6 +36,12 @@ def refusal(error: Exception) -> str | None:
     if isinstance(status, int) and 400 <= status < 500 and status not in _MAY_CHANGE:
         return str(error)
     return str(error) if isinstance(error, OSError) and error.errno in _BAD_NAME else None
+
+
+def lacks_rights(error: Exception) -> bool:
+    """Return whether a server answered that this user may not do it, or must log in."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status in (401, 403) or getattr(error, "error_code", None) in _NO_RIGHTS
 
 
 def lacks_resources(error: Exception) -> bool:

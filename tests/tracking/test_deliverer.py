@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow.exceptions import MlflowException, RestException
+from mlflow.protos.databricks_pb2 import UNAUTHENTICATED
 
 from rankzero.catalog.summary import read_summary
 from rankzero.cli.commands import sync as sync_command
@@ -493,17 +495,27 @@ def test_a_renamed_experiment_or_a_deleted_run_gets_no_second_run(
     assert not list_runs(sqlite)
 
 
-def test_a_deleted_experiment_is_no_outage(folder: RunFolder, tracker: MemoryStore) -> None:
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ExperimentGone("the MLflow experiment was deleted"), "was deleted"),
+        (MlflowException("log in", error_code=UNAUTHENTICATED), "log in"),
+        (RestException({"error_code": "PERMISSION_DENIED", "message": "not you"}), "not you"),
+    ],
+)
+def test_a_refusal_is_no_outage(
+    error: Exception, says: str, folder: RunFolder, tracker: MemoryStore
+) -> None:
     append(folder, started(), ended())
 
     def refuse(name: str, argument: object) -> None:
-        raise ExperimentGone("the MLflow experiment was deleted")
+        raise error
 
     tracker.fail = refuse
     deliverer = deliverer_to(tracker, folder)
     deliverer.work()
     lines = trouble(deliverer.state)
-    assert "1 try to deliver failed" in lines and "was deleted" in lines[-1]
+    assert "1 try to deliver failed" in lines and says in lines[-1]
     tracker.fail = None
     assert trouble(run(deliverer).state) == ["1 try to deliver failed; all was delivered later"]
 

@@ -37,7 +37,7 @@ from rankzero.events import (
 from rankzero.mlflow_store import limits
 from rankzero.mlflow_store.items import RETRIES, MetricBatch, MlflowItem, Tags, name_of, parts_of
 from rankzero.mlflow_store.uris import ExperimentGone, RunGone, sqlite_path
-from rankzero.permanent_errors import refusal
+from rankzero.permanent_errors import lacks_rights, refusal
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import delivery_state, disk, run_locks
 from rankzero.run_store.delivery_state import Problems, Task
@@ -216,7 +216,7 @@ class Deliverer:
             error = later
         # The store's address, and with it a password, may be part of the message.
         text = line_without_secrets(f"{type(error).__name__}: {error}")
-        answered = isinstance(error, ExperimentGone)
+        answered = isinstance(error, ExperimentGone) or lacks_rights(error)
         retries = self._retry.failed(activity, self.state.retries, text, answered=answered)
         self._change(retries=retries)
         log.warning("try %d failed: %s", self._retry.of(activity).failures, text)
