@@ -18,6 +18,7 @@ from frameworks.examples import (
     steps_of,
     tracked,
 )
+from frameworks.lightning_script import LIGHTNING_STEPS, fitted, points
 from rankzero.events import Evaluated, RunEnded, StepsLogged
 from rankzero.run_store.journal import read_all
 
@@ -223,51 +224,6 @@ def test_an_output_of_ignite_that_is_no_single_value_does_not_end_the_training(
     assert [step for event in rows for step in event.steps] == [1, 2, 3]
 
 
-LIGHTNING_STEPS = """
-import sys
-import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.demos.boring_classes import BoringModel
-from rankzero.integrations.lightning import RankZeroCallback, RankZeroLogger
-
-class Model(BoringModel):
-    given = 0
-    def training_step(self, batch, batch_idx):
-        # 1, 2, 3 … in value, whatever the weights are.
-        self.given += 1
-        loss = self.layer(batch).sum()
-        loss = loss - loss.detach() + self.given
-        self.log("train/mine", loss.detach() * 10)
-        return self.by_hand(loss)
-    def by_hand(self, loss):
-        return loss
-    def validation_step(self, batch, batch_idx):
-        self.log("val/loss", self.layer(batch).sum())
-
-class Two(Model):
-    automatic_optimization = False
-    def by_hand(self, loss):
-        for optimizer in self.optimizers():
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        for optimizer in self.optimizers():
-            optimizer.step()
-        return loss
-    def configure_optimizers(self):
-        return [torch.optim.SGD([one], lr=0.1) for one in self.layer.parameters()]
-
-def fit(kind, epochs=2, ckpt_path=None, goal=None, **options):
-    logger = RankZeroLogger("steps", name="r1", offline=True, goal=goal)
-    callbacks = [RankZeroCallback(logger), ModelCheckpoint("saved", save_last=True)]
-    options = {"limit_train_batches": 6, "limit_val_batches": 2, **options}
-    trainer = Trainer(max_epochs=epochs, logger=logger, callbacks=callbacks, log_every_n_steps=1,
-        enable_progress_bar=False, accelerator="cpu", enable_model_summary=False, **options)
-    trainer.fit(kind(), ckpt_path=ckpt_path)
-    return trainer
-"""
-
-
 @pytest.mark.parametrize(
     ("calls", "steps", "evaluations"),
     [
@@ -284,20 +240,13 @@ def test_lightnings_logger_and_callback_count_the_same_steps(
     (tmp_path / "script.py").write_text(f"{LIGHTNING_STEPS}\n{calls}\n")
     code, output = run("script.py", tmp_path)
     assert code == 0 and "twice" not in output and "earlier attempt" not in output, output
-    points: dict[str, dict[int, float]] = {}
-    for event in read_all(tmp_path / "mlruns/runs/r1/events.jsonl"):
-        if isinstance(event, StepsLogged):
-            for name, values in event.metrics.items():
-                points.setdefault(name, {}).update(zip(event.steps, values, strict=True))
-        elif isinstance(event, Evaluated):
-            for name, value in event.metrics.items():
-                points.setdefault(name, {})[event.step] = value
-    assert list(points["val/loss"]) == evaluations
-    assert list(points["train/mine"]) == list(range(1, steps + 1))
-    assert list(points["train/loss"]) == list(range(1, steps + 1))
+    found = points(list(read_all(tmp_path / "mlruns/runs/r1/events.jsonl")))
+    assert list(found["val/loss"]) == evaluations
+    assert list(found["train/mine"]) == list(range(1, steps + 1))
+    assert list(found["train/loss"]) == list(range(1, steps + 1))
     if "accumulate" in calls:
         # The losses of an epoch are 1 to 6, and then 7 to 12: four are a step, then two.
-        assert list(points["train/loss"].values()) == [2.5, 5.5, 8.5, 11.5]
+        assert list(found["train/loss"].values()) == [2.5, 5.5, 8.5, 11.5]
 
 
 def test_a_run_of_an_older_version_counts_on_with_two_optimizers(tmp_path: Path) -> None:
@@ -315,15 +264,6 @@ def test_a_run_of_an_older_version_counts_on_with_two_optimizers(tmp_path: Path)
     found = [one for one in fitted(tmp_path, *lines) if isinstance(one, StepsLogged)]
     steps = [step for one in found if "train/loss" in one.metrics for step in one.steps]
     assert steps == [*range(1, 13), *range(25, 37)]
-
-
-def fitted(folder: Path, *lines: str) -> list[object]:
-    """Run lines after those above; return the events of the run."""
-    needs("lightning")
-    (folder / "script.py").write_text("\n".join([LIGHTNING_STEPS, *lines]))
-    code, output = run("script.py", folder)
-    assert code == 0, output
-    return list(read_all(folder / "mlruns/runs/r1/events.jsonl"))
 
 
 def test_a_validation_after_lightnings_training_keeps_its_last_checkpoint(tmp_path: Path) -> None:
@@ -373,7 +313,7 @@ def test_steps_of_a_validation_keep_all_their_values(tmp_path: Path) -> None:
         "        self.log('mine', 10.0 + batch_idx, on_step=True, on_epoch=False)",
         "fit(Stepping, epochs=1, limit_train_batches=2, limit_val_batches=4)",
     )
-    points = [
+    logged = [
         (step, values)
         for event in events
         if isinstance(event, StepsLogged)
@@ -381,4 +321,4 @@ def test_steps_of_a_validation_keep_all_their_values(tmp_path: Path) -> None:
         if name.startswith("mine")
         for step, values in zip(event.steps, series, strict=True)
     ]
-    assert points == [(0, 10.0), (1, 11.0), (2, 12.0), (3, 13.0)]
+    assert logged == [(0, 10.0), (1, 11.0), (2, 12.0), (3, 13.0)]
