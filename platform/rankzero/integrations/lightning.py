@@ -18,6 +18,7 @@ from typing import Any
 
 from rankzero.integrations.deferred_run import DeferredRun
 from rankzero.integrations.own_loop.params import params_of
+from rankzero.integrations.own_loop.process_end import Stopped
 from rankzero.integrations.own_loop.tracked_run import TrackedRun
 
 try:
@@ -25,6 +26,7 @@ try:
     from lightning.pytorch.loggers import Logger
     from lightning.pytorch.loggers.logger import rank_zero_experiment
     from lightning.pytorch.utilities import rank_zero_only
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
 except ImportError as error:
     raise ImportError("Lightning is missing: pip install rankzero[lightning]") from error
 
@@ -113,7 +115,7 @@ class RankZeroLogger(Logger):
         # Slurm's requeue reports "finished". A failure is reported while its exception is handled.
         is_success = status in ("success", "finished")
         error = None if is_success else sys.exception() or RuntimeError(f"the training {status}")
-        self.deferred_run.end(error)
+        self.deferred_run.end(_told(error))
 
 
 class RankZeroCallback(Callback):
@@ -197,10 +199,16 @@ class RankZeroCallback(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """End the run as FAILED, or KILLED by Ctrl-C."""
+        """End the run as FAILED, or KILLED by Ctrl-C or SIGTERM."""
         if not trainer.fast_dev_run:
-            self._run.end(exception)
+            self._run.end(_told(exception))
 
     def _step(self, trainer: Trainer) -> int:
         # `validate` may come without a training.
         return self._logger.newest_step or trainer.global_step
+
+
+def _told(error: BaseException | None) -> BaseException | None:
+    """Return an error that says how a training ended."""
+    # Lightning's own is an exit without a code, as of a script that succeeds.
+    return Stopped("SIGTERM") if isinstance(error, SIGTERMException) else error

@@ -18,6 +18,10 @@ from rankzero.integrations.own_loop.values import reason_of
 _PROMPTS = ("<stdin>", "<python-input-", "<console>", "<ipython-input-")
 
 
+class Stopped(KeyboardInterrupt):
+    """A stop by a signal that a framework has handled: its name, as in ``Stopped("SIGTERM")``."""
+
+
 class _Raised:
     """The latest exceptions, as far as Python does not keep them until the end."""
 
@@ -114,7 +118,7 @@ def status_of(error: BaseException | None) -> tuple[Status, str]:
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return "FINISHED", "finished"
     if isinstance(error, KeyboardInterrupt):
-        return "KILLED", "stopped by Ctrl-C"
+        return "KILLED", f"stopped by {error if isinstance(error, Stopped) else 'Ctrl-C'}"
     if isinstance(error, SystemExit):
         return "FAILED", f"exited with {error.code}"
     return "FAILED", reason_of(error)
