@@ -27,3 +27,19 @@ def test_training_that_sigterm_stopped_is_killed(tmp_path: Path) -> None:
     ends = [(one.status, one.reason) for one in events if isinstance(one, RunEnded)]
     assert ends == [("KILLED", "stopped by SIGTERM")]
     assert [*points(events)["train/loss"]] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("way", "steps"), [("on_step", 12), ("on_epoch", 2)])
+def test_loss_that_the_module_logs_itself_counts(way: str, steps: int, tmp_path: Path) -> None:
+    ways = {"on_step": way == "on_step", "on_epoch": way == "on_epoch"}
+    events = fitted(
+        tmp_path,
+        "class Own(Model):",
+        "    def by_hand(self, loss):",
+        # As a mean over two ranks would be.
+        f"        self.log('train/loss', 100 + loss.detach(), sync_dist=True, **{ways})",
+        "        return loss",
+        "fit(Own)",
+    )
+    losses = points(events)["train/loss"]
+    assert len(losses) == steps and min(losses.values()) > 100

@@ -33,6 +33,7 @@ except ImportError as error:
 # Rank 0 has the whole model only under these strategies. Elsewhere it could not write a checkpoint
 # alone.
 REPLICATED = ("SingleDeviceStrategy", "DDPStrategy")
+LOSS = "train/loss"
 
 
 class RankZeroLogger(Logger):
@@ -96,6 +97,14 @@ class RankZeroLogger(Logger):
             step = self.newest_step
         values = {f"{self._prefix}{name}": metrics[name] for name in metrics if name != "epoch"}
         self.deferred_run.log(values, step)
+
+    def logs_loss(self, trainer: Trainer) -> bool:
+        """Return whether the module logs a ``train/loss`` of its own, as a mean over the ranks."""
+        # No public name has those of an epoch before its end.
+        logged = (one.meta for one in (trainer._results or {}).values() if one.meta.logger)
+        # With both, Lightning appends _step and _epoch to the name.
+        names = [one.name for one in logged if not (one.on_step and one.on_epoch)]
+        return not self._prefix and LOSS in names
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         """Copy the checkpoint that was saved just now. Lightning calls it on rank 0."""
@@ -172,7 +181,8 @@ class RankZeroCallback(Callback):
         # have fewer.
         loss, share = reduce(add, self._losses), trainer.accumulate_grad_batches / len(self._losses)
         self._losses.clear()
-        self._run.log({"train/loss": loss if share == 1 else loss * share}, self._step(trainer))
+        if not self._logger.logs_loss(trainer):
+            self._run.log({LOSS: loss if share == 1 else loss * share}, self._step(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the validation metrics in their group, and keep a checkpoint in a training."""
