@@ -8,7 +8,7 @@ import pytest
 
 from frameworks.examples import SECONDS
 from frameworks.lightning_script import fitted, points
-from rankzero.events import RunEnded
+from rankzero.events import Evaluated, RunEnded
 
 pytestmark = pytest.mark.timeout(2 * SECONDS)
 
@@ -43,3 +43,17 @@ def test_loss_that_the_module_logs_itself_counts(way: str, steps: int, tmp_path:
     )
     losses = points(events)["train/loss"]
     assert len(losses) == steps and min(losses.values()) > 100
+
+
+def test_validation_within_an_accumulated_step_is_of_the_step_before(tmp_path: Path) -> None:
+    events = fitted(
+        tmp_path,
+        "class Counting(Model):",
+        "    def validation_step(self, batch, batch_idx):",
+        # How many steps of the optimizer the weights have seen.
+        "        self.log('val/steps', float(self.trainer.global_step))",
+        "fit(Counting, epochs=1, accumulate_grad_batches=4, val_check_interval=3)",
+    )
+    # Six batches are two steps: of four batches, and of two.
+    assert points(events)["val/steps"] == {0: 0.0, 2: 2.0}
+    assert [one.step for one in events if isinstance(one, Evaluated)] == [0, 2]

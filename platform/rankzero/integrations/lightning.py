@@ -171,11 +171,13 @@ class RankZeroCallback(Callback):
             return
         # Several optimizers are one step, as for Lightning's loggers. It has no public name.
         loop = trainer.fit_loop.epoch_loop
-        self._logger.newest_step = loop._batches_that_stepped + 1
+        accumulates = loop._should_accumulate()
+        # A validation within an accumulated step is one of the step before.
+        self._logger.newest_step = loop._batches_that_stepped + (not accumulates)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if trainer.is_global_zero and loss is not None:
             self._losses.append(loss)
-        if loop._should_accumulate() or not self._losses:
+        if accumulates or not self._losses:
             return
         # Lightning has divided each loss by the number of micro-batches. An epoch's last step may
         # have fewer.
