@@ -42,8 +42,8 @@ class Two(Model):
     def configure_optimizers(self):
         return [torch.optim.SGD([one], lr=0.1) for one in self.layer.parameters()]
 
-def fit(kind, epochs=2, ckpt_path=None, goal=None, **options):
-    logger = RankZeroLogger("steps", name="r1", offline=True, goal=goal)
+def fit(kind, epochs=2, ckpt_path=None, goal=None, logger=None, **options):
+    logger = logger or RankZeroLogger("steps", name="r1", offline=True, goal=goal)
     callbacks = [RankZeroCallback(logger), ModelCheckpoint("saved", save_last=True)]
     options = {"limit_train_batches": 6, "limit_val_batches": 2, **options}
     trainer = Trainer(max_epochs=epochs, logger=logger, callbacks=callbacks, log_every_n_steps=1,

@@ -8,7 +8,7 @@ import pytest
 
 from frameworks.examples import SECONDS
 from frameworks.lightning_script import fitted, points
-from rankzero.events import Evaluated, RunEnded
+from rankzero.events import Evaluated, RunEnded, StepsLogged
 
 pytestmark = pytest.mark.timeout(2 * SECONDS)
 
@@ -57,3 +57,18 @@ def test_validation_within_an_accumulated_step_is_of_the_step_before(tmp_path: P
     # Six batches are two steps: of four batches, and of two.
     assert points(events)["val/steps"] == {0: 0.0, 2: 2.0}
     assert [one.step for one in events if isinstance(one, Evaluated)] == [0, 2]
+
+
+def test_second_training_that_is_resumed_keeps_its_steps(tmp_path: Path) -> None:
+    events = fitted(
+        tmp_path,
+        "logger = RankZeroLogger('steps', name='r1', offline=True)",
+        "fit(Model, 1, logger=logger)",
+        "tuned = fit(Model, 1, logger=logger)",
+        "fit(Model, 2, tuned.checkpoint_callback.last_model_path, logger=logger)",
+        # As another process does, with the checkpoint of the third training.
+        "logger = RankZeroLogger('steps', name='r1', offline=True)",
+        "fit(Model, 3, tuned.checkpoint_callback.last_model_path, logger=logger)",
+    )
+    rows = [one for one in events if isinstance(one, StepsLogged) and "train/loss" in one.metrics]
+    assert [step for one in rows for step in one.steps] == [*range(1, 25)]

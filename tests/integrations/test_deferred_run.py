@@ -59,3 +59,12 @@ def test_spawned_process_continues_the_run_and_its_parent_goes_on_after_it() -> 
     run.log({"loss": 0.25}, 3)
     run.end()
     assert steps_and_ends(run) == ([1, 2, 3], ["FINISHED"] * 3)
+
+
+def test_second_training_that_is_continued_keeps_its_steps() -> None:
+    run = DeferredRun("mine", offline=True)
+    for begins, step in ((0, 4), (0, 4), (4, 6)):
+        run.begin_training(begins)
+        run.log({"loss": 1.0}, step)
+    run.end()
+    assert steps_and_ends(run)[0] == [4, 8, 10]

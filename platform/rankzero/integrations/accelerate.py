@@ -62,7 +62,7 @@ class RankZeroTracker(GeneralTracker):
         """Log metrics and texts. Tensors stay on their device until the run reads them."""
         if step is not None and self._is_new:
             # Accelerate does not tell whether the steps of a second training go on.
-            self._run.begin_training(0 if step <= self._run.begin().step else step)
+            self._run.begin_training(0 if step <= self._run.begin().step else step, 0)
             self._is_new = False
         self._run.log(values, step)
 

@@ -22,8 +22,10 @@ class DeferredRun:
         self._experiment, self._options = experiment, options
         self._params: dict[str, Any] = {}
         self._run: TrackedRun | None = None
-        self._has_trained = False
-        self._offset = 0
+        self.has_trained = False
+        """Whether this process has begun a training."""
+        self.ahead = 0
+        """By how much the steps of the run are ahead of those that the framework counts."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs to continue the run as a new attempt."""
@@ -62,22 +64,25 @@ class DeferredRun:
         self._run.reopen()
         return self._run
 
-    def begin_training(self, step: int = 0, ahead: int = 0) -> TrackedRun:
+    def begin_training(self, step: int = 0, ahead: int | None = None) -> TrackedRun:
         """Return the run as `begin` does, for a training that continues from the step.
 
         A second training that begins at step 0 counts on from the steps of the first. Otherwise its
         metrics would have two values at a step. `ahead`: by how much the steps of the run are ahead
-        of those that the framework will count.
+        of those that the framework will count, if that is known: as before by default.
         """
         self.end_unreported()
         run = self.begin()
-        self._offset = run.step if self._has_trained and step == 0 else ahead
-        self._has_trained = True
+        if self.has_trained and step == 0:
+            self.ahead = run.step
+        elif ahead is not None:
+            self.ahead = ahead
+        self.has_trained = True
         return run
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Log metrics at the framework's step. A text becomes an artifact in ``text/``."""
-        run, at = self.begin(), None if step is None else step + self._offset
+        run, at = self.begin(), None if step is None else step + self.ahead
         texts = {name: value for name, value in values.items() if isinstance(value, str)}
         for name, text in texts.items():
             run.log_text(text, text_name(name, at))
@@ -85,13 +90,13 @@ class DeferredRun:
 
     def evaluated(self, metrics: Mapping[str, Any], step: int) -> None:
         """Log validation metrics at the framework's step."""
-        self.begin().evaluated(metrics, step + self._offset)
+        self.begin().evaluated(metrics, step + self.ahead)
 
     def checkpoint(
         self, state_dict: Mapping[str, Any], step: int, metrics: Mapping[str, Any]
     ) -> None:
         """Keep a checkpoint of the framework's step."""
-        self.begin().checkpoint(state_dict, step + self._offset, metrics)
+        self.begin().checkpoint(state_dict, step + self.ahead, metrics)
 
     def end(self, error: BaseException | None = None) -> None:
         """End the run, or its newest attempt: FINISHED, or as `error` demands."""

@@ -135,13 +135,12 @@ class RankZeroCallback(Callback):
         self._checkpoints = checkpoints
         self._losses: list[Any] = []
         """The losses of the micro-batches of a step that is not finished."""
-        self._ahead: int | None = None
-        """By how much the run's steps are ahead of the batches that stepped."""
         self._ahead_in_checkpoint: int | None = None
+        """By how much the run's steps were ahead of the batches that stepped, if it says so."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return how the run of Lightning's checkpoint counts its steps."""
-        return {"ahead": self._ahead or 0}
+        return {"ahead": self._run.ahead}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Remember how the run of the checkpoint counts, for the training that comes next."""
@@ -156,12 +155,10 @@ class RankZeroCallback(Callback):
         # Older versions counted a step of each optimizer, and kept nothing in the checkpoint.
         ahead, self._ahead_in_checkpoint = self._ahead_in_checkpoint, None
         # Only a module that steps by itself has several optimizers.
-        if ahead is None and self._ahead is None and not pl_module.automatic_optimization:
-            batches = trainer.fit_loop.epoch_loop._batches_that_stepped
-            ahead = trainer.global_step - batches
-        self._ahead = ahead if ahead is not None else self._ahead or 0
+        if ahead is None and not (self._run.has_trained or pl_module.automatic_optimization):
+            ahead = trainer.global_step - trainer.fit_loop.epoch_loop._batches_that_stepped
         if trainer.is_global_zero:
-            self._run.begin_training(trainer.global_step, self._ahead)
+            self._run.begin_training(trainer.global_step, ahead)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
