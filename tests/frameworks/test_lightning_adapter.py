@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from frameworks.examples import SECONDS
+from frameworks.examples import SECONDS, needs, run
 from frameworks.lightning_script import fitted, points
 from rankzero.events import Evaluated, RunEnded, StepsLogged
 
@@ -72,3 +72,18 @@ def test_second_training_that_is_resumed_keeps_its_steps(tmp_path: Path) -> None
     )
     rows = [one for one in events if isinstance(one, StepsLogged) and "train/loss" in one.metrics]
     assert [step for one in rows for step in one.steps] == [*range(1, 25)]
+
+
+def test_version_on_another_rank_starts_no_run(tmp_path: Path) -> None:
+    needs("lightning")
+    lines = [
+        "from pathlib import Path",
+        "from rankzero.integrations.lightning import RankZeroLogger",
+        "logger = RankZeroLogger('mine', offline=True)",
+        "assert (logger.version, logger.save_dir) == (None, None)",
+        "assert not Path('mlruns').exists()",
+    ]
+    (tmp_path / "script.py").write_text("\n".join(lines))
+    # As under Lightning's launcher, which sets no RANK.
+    code, output = run("script.py", tmp_path, LOCAL_RANK="1", WORLD_SIZE="2")
+    assert code == 0, output

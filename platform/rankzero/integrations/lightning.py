@@ -73,7 +73,9 @@ class RankZeroLogger(Logger):
         return self.deferred_run.begin()
 
     @property
+    @rank_zero_only
     def version(self) -> str | None:
+        # Other ranks may not know yet that they are others: Lightning's launcher sets no RANK.
         return self.deferred_run.name
 
     @rank_zero_only
