@@ -9,6 +9,7 @@ import pytest
 from frameworks.examples import SECONDS, needs, run
 from frameworks.lightning_script import fitted, points
 from rankzero.events import Evaluated, RunEnded, StepsLogged
+from rankzero.run_store.journal import read_all
 
 pytestmark = pytest.mark.timeout(2 * SECONDS)
 
@@ -87,3 +88,49 @@ def test_version_on_another_rank_starts_no_run(tmp_path: Path) -> None:
     # As under Lightning's launcher, which sets no RANK.
     code, output = run("script.py", tmp_path, LOCAL_RANK="1", WORLD_SIZE="2")
     assert code == 0, output
+
+
+CLI = """
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+if __name__ == "__main__":
+    LightningCLI(BoringModel, BoringDataModule)
+"""
+CONFIG = """
+trainer:
+  max_epochs: 1
+  limit_train_batches: 3
+  limit_val_batches: 1
+  accelerator: cpu
+  enable_progress_bar: false
+  logger:
+    class_path: rankzero.integrations.lightning.RankZeroLogger
+    init_args: {experiment: cli}
+    dict_kwargs: {name: r1, offline: true}
+  callbacks:
+    - class_path: rankzero.integrations.lightning.RankZeroCallback
+"""
+
+
+def test_lightnings_command_line_trains_with_logger_and_callback(tmp_path: Path) -> None:
+    needs("jsonargparse")
+    (tmp_path / "script.py").write_text(CLI)
+    (tmp_path / "given.yaml").write_text(CONFIG)
+    code, output = run("script.py", tmp_path, "fit", "--config", "given.yaml")
+    assert code == 0, output
+    folder = tmp_path / "mlruns/runs/r1"
+    assert "limit_train_batches: 3" in (folder / "lightning/config.yaml").read_text()
+    assert [*points(list(read_all(folder / "events.jsonl")))["train/loss"]] == [1, 2, 3]
+    assert [*(folder / "lightning").rglob("*.ckpt")]
+
+
+def test_checkpoints_of_an_older_version_are_found(tmp_path: Path) -> None:
+    lines = [
+        "from pathlib import Path",
+        "Path('steps/r1').mkdir(parents=True)",
+        "assert RankZeroLogger('steps', name='r1', offline=True).save_dir is None",
+        "try: Trainer(callbacks=[RankZeroCallback()], logger=False, max_steps=1).fit(Model())",
+        "except Exception as error: assert 'finds no logger' in str(error), error",
+        "else: raise AssertionError('no error')",
+    ]
+    fitted(tmp_path, *lines)

@@ -14,8 +14,10 @@ import sys
 from collections.abc import Mapping
 from functools import reduce
 from operator import add
+from pathlib import Path
 from typing import Any
 
+from rankzero.errors import UserError
 from rankzero.integrations.deferred_run import DeferredRun
 from rankzero.integrations.own_loop.params import params_of
 from rankzero.integrations.own_loop.process_end import Stopped
@@ -78,6 +80,16 @@ class RankZeroLogger(Logger):
         # Other ranks may not know yet that they are others: Lightning's launcher sets no RANK.
         return self.deferred_run.name
 
+    @property
+    @rank_zero_only
+    def save_dir(self) -> str | None:
+        """The folder in the run's for files that Lightning writes. Starts the run."""
+        run = self.deferred_run.begin()
+        # Older versions had none: ckpt_path="last" finds their files in the working directory.
+        if run.folder is None or Path(self._experiment, run.folder.name).exists():
+            return None
+        return str(run.folder / "lightning")
+
     @rank_zero_only
     def log_hyperparams(
         self, params: object = None, metrics: Mapping[str, Any] | None = None, **_: Any
@@ -130,15 +142,33 @@ class RankZeroLogger(Logger):
 
 
 class RankZeroCallback(Callback):
-    """Adds to a `RankZeroLogger` the loss of every step, the goal, checkpoints and the end."""
+    """Adds to a `RankZeroLogger` the loss of every step, the goal, checkpoints and the end.
 
-    def __init__(self, logger: RankZeroLogger, *, checkpoints: bool = True) -> None:
-        self._logger, self._run = logger, logger.deferred_run
+    `logger`: by default the trainer's first `RankZeroLogger`.
+    """
+
+    def __init__(self, logger: RankZeroLogger | None = None, *, checkpoints: bool = True) -> None:
+        self._finds_logger = logger is None
+        # Without one, a logger that nothing uses, until `setup`.
+        self._logger = logger or RankZeroLogger()
+        self._run = self._logger.deferred_run
         self._checkpoints = checkpoints
         self._losses: list[Any] = []
         """The losses of the micro-batches of a step that is not finished."""
         self._ahead_in_checkpoint: int | None = None
         """By how much the run's steps were ahead of the batches that stepped, if it says so."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find the logger, if none was given. Raises UserError if the trainer has none."""
+        # Lightning replaces all loggers in a trial.
+        if not self._finds_logger or trainer.fast_dev_run:
+            return
+        found = next((one for one in trainer.loggers if isinstance(one, RankZeroLogger)), None)
+        if found is None:
+            raise UserError(
+                "RankZeroCallback finds no logger: use Trainer(logger=RankZeroLogger(…))"
+            )
+        self._logger, self._run = found, found.deferred_run
 
     def state_dict(self) -> dict[str, Any]:
         """Return how the run of Lightning's checkpoint counts its steps."""
