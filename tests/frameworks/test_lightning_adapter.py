@@ -8,7 +8,7 @@ import pytest
 
 from frameworks.examples import SECONDS, needs, run
 from frameworks.lightning_script import fitted, points
-from rankzero.events import Evaluated, RunEnded, StepsLogged
+from rankzero.events import Evaluated, Noticed, RunEnded, StepsLogged
 from rankzero.run_store.journal import read_all
 
 pytestmark = pytest.mark.timeout(2 * SECONDS)
@@ -134,3 +134,18 @@ def test_checkpoints_of_an_older_version_are_found(tmp_path: Path) -> None:
         "else: raise AssertionError('no error')",
     ]
     fitted(tmp_path, *lines)
+
+
+def test_validation_of_the_best_weights_after_the_training_is_kept(tmp_path: Path) -> None:
+    events = fitted(
+        tmp_path,
+        "class Falling(Model):",
+        "    def validation_step(self, batch, batch_idx):",
+        "        self.log('val_loss', 1.0 if self.trainer.state.fn == 'fit' else 0.5)",
+        "trainer = fit(Falling)",
+        "trainer.validate(ckpt_path='best')",
+    )
+    assert not [one.text for one in events if isinstance(one, Noticed)]
+    found = points(events)
+    for name in ("val/loss", "val_loss"):
+        assert found[name] == {6: 1.0, 12: 1.0} and found[f"final/{name}"] == {12: 0.5}

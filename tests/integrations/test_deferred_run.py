@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rankzero.events import RunEnded, StepsLogged
+from rankzero.events import Evaluated, RunEnded, StepsLogged
 from rankzero.integrations.deferred_run import DeferredRun
 from rankzero.run_store.journal import read_all
 from support.spawned import log_second_step
@@ -68,3 +68,18 @@ def test_second_training_that_is_continued_keeps_its_steps() -> None:
         run.log({"loss": 1.0}, step)
     run.end()
     assert steps_and_ends(run)[0] == [4, 8, 10]
+
+
+def test_evaluation_after_the_training_is_the_final_one(capsys: pytest.CaptureFixture[str]) -> None:
+    run = DeferredRun("mine", offline=True)
+    run.begin_training()
+    run.evaluated({"val/loss": 1.0}, 2)
+    run.evaluated({"val/loss": 0.5}, 4)
+    run.end()
+    run.evaluated({"val/loss": 0.25}, 4)
+    run.evaluated({"val/accuracy": 0.75}, 4)
+    run.end()
+    events = read_all(Path("mlruns/runs", str(run.name), "events.jsonl"))
+    found = [(one.step, dict(one.metrics)) for one in events if isinstance(one, Evaluated)]
+    assert found[2:] == [(4, {"final/val/loss": 0.25}), (4, {"val/accuracy": 0.75})]
+    assert "earlier attempt" not in capsys.readouterr().out

@@ -24,6 +24,8 @@ class DeferredRun:
         self._run: TrackedRun | None = None
         self.has_trained = False
         """Whether this process has begun a training."""
+        self._is_over = False
+        """Whether the newest training has ended."""
         self.ahead = 0
         """By how much the steps of the run are ahead of those that the framework counts."""
 
@@ -77,7 +79,7 @@ class DeferredRun:
             self.ahead = run.step
         elif ahead is not None:
             self.ahead = ahead
-        self.has_trained = True
+        self.has_trained, self._is_over = True, False
         return run
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
@@ -89,8 +91,17 @@ class DeferredRun:
         run.log({name: value for name, value in values.items() if name not in texts}, at)
 
     def evaluated(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Log validation metrics at the framework's step."""
-        self.begin().evaluated(metrics, step + self.ahead)
+        """Log validation metrics at the framework's step, or as `final` ones."""
+        self.begin().evaluated(self.final(metrics, step), step + self.ahead)
+
+    def final(self, metrics: Mapping[str, Any], step: int) -> Mapping[str, Any]:
+        """Return metrics, under ``final/`` if the training has evaluated the step before it ended.
+
+        They may be those of the best weights, and the first value of a step counts.
+        """
+        if self._is_over and self.begin().had(metrics, step + self.ahead):
+            return {f"final/{name}": value for name, value in metrics.items()}
+        return metrics
 
     def checkpoint(
         self, state_dict: Mapping[str, Any], step: int, metrics: Mapping[str, Any]
@@ -100,6 +111,7 @@ class DeferredRun:
 
     def end(self, error: BaseException | None = None) -> None:
         """End the run, or its newest attempt: FINISHED, or as `error` demands."""
+        self._is_over = self.has_trained
         if self._run is not None:
             self._run.finish(error)
 

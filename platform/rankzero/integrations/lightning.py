@@ -110,6 +110,8 @@ class RankZeroLogger(Logger):
         if has_step and self.newest_step and step == self.newest_step - 1:
             step = self.newest_step
         values = {f"{self._prefix}{name}": metrics[name] for name in metrics if name != "epoch"}
+        if "epoch" in metrics and self.newest_step and step is not None and self.trainer is None:
+            values = {**self.deferred_run.final(values, step)}
         self.deferred_run.log(values, step)
 
     def logs_loss(self, trainer: Trainer) -> bool:

@@ -125,6 +125,10 @@ class MetricHistory:
         self.step = self._floor = step
         self._counted = self._at_checkpoints.get(step, {})
 
+    def had(self, names: Collection[str], step: int) -> bool:
+        """Return whether the step is the newest of any of these metrics in earlier attempts."""
+        return any(self._earlier.get(name) == step for name in names)
+
     def step_of(self, step: Any, names: Collection[str] = ()) -> int:
         """Return the step as an int. Without one, the next at which the metrics have no value."""
         read = to_float(step)
@@ -217,7 +221,7 @@ class MetricHistory:
             self._tell(f"{name} back", f"the steps of {name} go back from {series.step} to {step}")
             series.insert(step)
         if step <= self._earlier.get(name, step - 1):
-            text = f"step {step} of {name} has a value of an earlier attempt, as after a resume: "
+            text = f"step {step} of {name} has a value of an earlier attempt: "
             text += "MLflow keeps the earlier values, and events.jsonl has both"
             self._tell(f"attempt {self._attempt}", text)
         return True

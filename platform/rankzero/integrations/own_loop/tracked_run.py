@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.util import is_exiting
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -234,6 +234,11 @@ class TrackedRun:
             if not self.reopen():
                 return False
             return self._attempt.evaluated(self._read(metrics, snapshot, "metric"), step)[2]
+
+    def had(self, names: Collection[str], step: int) -> bool:
+        """Return whether earlier attempts logged any of these metrics last at this step."""
+        with self._lock:
+            return self._attempt.history.had(names, step)
 
     def checkpoint(
         self,
