@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,3 +85,42 @@ def test_evaluation_after_the_training_is_the_final_one(capsys: pytest.CaptureFi
     found = [(one.step, dict(one.metrics)) for one in events if isinstance(one, Evaluated)]
     assert found[2:] == [(4, {"final/val/loss": 0.25}), (4, {"val/accuracy": 0.75})]
     assert "earlier attempt" not in capsys.readouterr().out
+
+
+FORKED = """
+import os, sys, warnings
+from rankzero.integrations.deferred_run import DeferredRun
+warnings.simplefilter("ignore")  # Python warns of forks with threads.
+run = DeferredRun("mine", offline=True)
+if "tags" in sys.argv:
+    run.begin().set_tags({"team": "a"})
+if "ends" in sys.argv:
+    run.begin().finish()
+child = os.fork()
+if child == 0:
+    try:
+        run.begin_training()
+        run.log({"loss": 1.0}, 1)
+        run.end()
+    except Exception as error:
+        print(error, flush=True)
+        os._exit(3)
+    os._exit(0)
+print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+run.log({"test": 2.0}, 2)
+run.end()
+"""
+
+
+@pytest.mark.parametrize("before", [(), ("tags", "ends")])
+def test_forked_process_and_its_parent_have_one_run(before: tuple[str, ...]) -> None:
+    output = subprocess.check_output([sys.executable, "-c", FORKED, *before], text=True)
+    assert "child 0" in output
+    (folder,) = Path("mlruns/runs").iterdir()
+    logged = [one for one in read_all(folder / "events.jsonl") if isinstance(one, StepsLogged)]
+    assert [(one.steps, *one.metrics) for one in logged] == [([1], "loss"), ([2], "test")]
+
+
+def test_training_in_a_fork_of_the_process_that_has_the_run_open_is_an_error() -> None:
+    output = subprocess.check_output([sys.executable, "-c", FORKED, "tags"], text=True)
+    assert "child 3" in output and "call the run's finish() before the training" in output

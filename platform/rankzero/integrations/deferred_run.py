@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
+from rankzero.errors import UserError
 from rankzero.experiment import Goal
 from rankzero.integrations.own_loop.logged_files import text_name
 from rankzero.integrations.own_loop.track import track
 from rankzero.integrations.own_loop.tracked_run import TrackedRun
+from rankzero.run_store.location import root_of
+from rankzero.run_store.spoken_names import new_name
 
 
 class DeferredRun:
@@ -19,9 +23,13 @@ class DeferredRun:
     """
 
     def __init__(self, experiment: str, **options: Any) -> None:
-        self._experiment, self._options = experiment, options
+        # Processes that this one forks or spawns shall continue the run that they would begin.
+        name = options.get("name") or new_name(root_of(options.get("folder")).absolute() / "runs")
+        self._experiment, self._options = experiment, {**options, "name": name}
         self._params: dict[str, Any] = {}
         self._run: TrackedRun | None = None
+        self._pid = 0
+        """The process that began the run."""
         self.has_trained = False
         """Whether this process has begun a training."""
         self._is_over = False
@@ -34,8 +42,7 @@ class DeferredRun:
         # One process writes a run: from now on, the process that is spawned with the copy.
         if get_spawning_popen() is not None:
             self.end()
-        options = self._options if self._run is None else {**self._options, "name": self._run.name}
-        return {**vars(self), "_options": options, "_run": None}
+        return {**vars(self), "_run": None}
 
     @property
     def goal(self) -> Goal:
@@ -62,7 +69,7 @@ class DeferredRun:
         """Return the run, started if it has not started, and as a new attempt if it has ended."""
         if self._run is None:
             self._run = track(self._experiment, self._params, **self._options)
-            self._run.is_owned = True
+            self._run.is_owned, self._pid = True, os.getpid()
         self._run.reopen()
         return self._run
 
@@ -72,9 +79,16 @@ class DeferredRun:
         A second training that begins at step 0 counts on from the steps of the first. Otherwise its
         metrics would have two values at a step. `ahead`: by how much the steps of the run are ahead
         of those that the framework will count, if that is known: as before by default.
+
+        Raises UserError in a fork of the process that has the run open: everything would be lost.
         """
         self.end_unreported()
         run = self.begin()
+        if run.name is not None and self._pid != os.getpid() and not run.reopen():
+            raise UserError(
+                f"{run.name} is open in process {self._pid}, which forked this one: call the run's "
+                "finish() before the training, which continues it"
+            )
         if self.has_trained and step == 0:
             self.ahead = run.step
         elif ahead is not None:
