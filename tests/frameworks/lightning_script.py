@@ -42,9 +42,9 @@ class Two(Model):
     def configure_optimizers(self):
         return [torch.optim.SGD([one], lr=0.1) for one in self.layer.parameters()]
 
-def fit(kind, epochs=2, ckpt_path=None, goal=None, logger=None, **options):
+def fit(kind, epochs=2, ckpt_path=None, goal=None, logger=None, others=(), **options):
     logger = logger or RankZeroLogger("steps", name="r1", offline=True, goal=goal)
-    callbacks = [RankZeroCallback(logger), ModelCheckpoint("saved", save_last=True)]
+    callbacks = [*others, RankZeroCallback(logger), ModelCheckpoint("saved", save_last=True)]
     options = {"limit_train_batches": 6, "limit_val_batches": 2, **options}
     trainer = Trainer(max_epochs=epochs, logger=logger, callbacks=callbacks, log_every_n_steps=1,
         enable_progress_bar=False, accelerator="cpu", enable_model_summary=False, **options)

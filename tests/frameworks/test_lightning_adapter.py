@@ -149,3 +149,22 @@ def test_validation_of_the_best_weights_after_the_training_is_kept(tmp_path: Pat
     found = points(events)
     for name in ("val/loss", "val_loss"):
         assert found[name] == {6: 1.0, 12: 1.0} and found[f"final/{name}"] == {12: 0.5}
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_learning_rate_has_the_number_of_the_step_that_it_is_used_in(
+    accumulated: int, tmp_path: Path
+) -> None:
+    events = fitted(
+        tmp_path,
+        "from lightning.pytorch.callbacks import LearningRateMonitor",
+        "class Scheduled(Model):",
+        "    def configure_optimizers(self):",
+        "        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)",
+        "        halves = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)",
+        "        return [optimizer], [{'scheduler': halves, 'interval': 'step'}]",
+        f"options = {{'accumulate_grad_batches': {accumulated}}}",
+        "fit(Scheduled, 2, others=[LearningRateMonitor()], **options)",
+    )
+    rates = points(events)["lr-SGD"]
+    assert rates == {step: 0.5 ** (step - 1) for step in range(1, 12 // accumulated + 1)}

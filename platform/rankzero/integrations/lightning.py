@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from rankzero.errors import UserError
 from rankzero.integrations.deferred_run import DeferredRun
@@ -109,10 +109,20 @@ class RankZeroLogger(Logger):
         has_step = trains or "epoch" in metrics
         if has_step and self.newest_step and step == self.newest_step - 1:
             step = self.newest_step
+        elif trains and self._begins(step):
+            step += 1
         values = {f"{self._prefix}{name}": metrics[name] for name in metrics if name != "epoch"}
         if "epoch" in metrics and self.newest_step and step is not None and self.trainer is None:
             values = {**self.deferred_run.final(values, step)}
         self.deferred_run.log(values, step)
+
+    def _begins(self, step: int | None) -> TypeGuard[int]:
+        """Return whether a batch of the step after this one runs, as for LearningRateMonitor."""
+        # Callbacks may come before ours, so `newest_step` does not tell.
+        assert self.trainer is not None
+        loop = self.trainer.fit_loop.epoch_loop
+        progress = loop.batch_progress.current
+        return progress.ready > progress.completed and step == loop._batches_that_stepped
 
     def logs_loss(self, trainer: Trainer) -> bool:
         """Return whether the module logs a ``train/loss`` of its own, as a mean over the ranks."""
