@@ -322,3 +322,33 @@ def test_steps_of_a_validation_keep_all_their_values(tmp_path: Path) -> None:
         for step, values in zip(event.steps, series, strict=True)
     ]
     assert logged == [(0, 10.0), (1, 11.0), (2, 12.0), (3, 13.0)]
+
+
+EVALUATORS = """
+from ignite.engine import Engine, Events
+from ignite.metrics import Average
+from rankzero.integrations.ignite import RankZeroHandler
+trainer, evaluator = Engine(lambda engine, batch: 1.0), Engine(lambda engine, batch: batch)
+Average().attach(evaluator, "score")
+RankZeroHandler("two", name="r1", offline=True).attach(trainer, evaluator)
+@trainer.on(Events.EPOCH_COMPLETED)
+def evaluate(_):
+    evaluator.run([1.0])  # the training set
+    evaluator.run([2.0])
+trainer.run(range(3), max_epochs=2)
+evaluator.run([4.0])
+"""
+
+
+def test_ignites_evaluator_of_two_data_sets_is_noted(tmp_path: Path) -> None:
+    needs("ignite")
+    (tmp_path / "script.py").write_text(EVALUATORS)
+    code, output = run("script.py", tmp_path)
+    assert code == 0, output
+    assert output.count("attach an evaluator that runs on the validation set only") == 1, output
+    events = list(read_all(tmp_path / "mlruns/runs/r1/events.jsonl"))
+    assert points(events) == {
+        "train/loss": dict.fromkeys(range(1, 7), 1.0),
+        "val/score": {3: 1.0, 6: 1.0},
+        "final/val/score": {6: 4.0},
+    }

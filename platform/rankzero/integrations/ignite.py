@@ -33,6 +33,8 @@ class RankZeroHandler(BaseLogger):
     ) -> None:
         self._run = DeferredRun(experiment, **options)
         self._run.add_params(params or {})
+        self._evaluated_at: int | None = None
+        """The trainer's newest evaluation, from its start to its end."""
 
     @property
     def run(self) -> TrackedRun:
@@ -54,11 +56,9 @@ class RankZeroHandler(BaseLogger):
         """
         if event_name is not None:
             return super().attach(engine, log_handler, event_name, *args, **kwargs)
-        engine.add_event_handler(
-            Events.STARTED, lambda trainer: self._run.begin_training(trainer.state.iteration)
-        )
+        engine.add_event_handler(Events.STARTED, self._started)
         engine.add_event_handler(Events.ITERATION_COMPLETED, self._iteration)
-        engine.add_event_handler(Events.COMPLETED, lambda _: self._run.end())
+        engine.add_event_handler(Events.COMPLETED, self._completed)
         engine.add_event_handler(Events.EXCEPTION_RAISED, self._exception)
         if log_handler is not None:
             log_handler.add_event_handler(Events.COMPLETED, self._evaluated, engine)
@@ -85,6 +85,14 @@ class RankZeroHandler(BaseLogger):
     def _create_opt_params_handler(self, *args: Any, **kwargs: Any) -> OptimizerParamsHandler:
         return OptimizerParamsHandler(*args, **kwargs)
 
+    def _started(self, trainer: Engine) -> None:
+        self._evaluated_at = None
+        self._run.begin_training(trainer.state.iteration)
+
+    def _completed(self, trainer: Engine) -> None:
+        self._evaluated_at = None
+        self._run.end()
+
     def _iteration(self, trainer: Engine) -> None:
         values = {f"train/{name}": value for name, value in _metrics(trainer.state.output).items()}
         kept = {name: value for name, value in values.items() if _is_single(value)}
@@ -94,7 +102,15 @@ class RankZeroHandler(BaseLogger):
 
     def _evaluated(self, evaluator: Engine, trainer: Engine) -> None:
         metrics = {f"val/{name}": value for name, value in evaluator.state.metrics.items()}
-        self._run.evaluated(metrics, trainer.state.iteration)
+        step = trainer.state.iteration
+        if step == self._evaluated_at:
+            self._run.begin().tell(
+                "evaluator",
+                f"an evaluator ran twice at step {step}: the first values count; attach an "
+                "evaluator that runs on the validation set only",
+            )
+        self._evaluated_at = step
+        self._run.evaluated(metrics, step)
 
     def _exception(self, engine: Engine, error: BaseException) -> None:
         self._run.end(error)
