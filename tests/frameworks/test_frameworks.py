@@ -352,3 +352,29 @@ def test_ignites_evaluator_of_two_data_sets_is_noted(tmp_path: Path) -> None:
         "val/score": {3: 1.0, 6: 1.0},
         "final/val/score": {6: 4.0},
     }
+
+
+GOAL = """
+from accelerate import Accelerator
+import rankzero.integrations.accelerate
+from rankzero import Goal
+accelerator = Accelerator(log_with="rankzero", cpu=True)
+options = {"name": "r1", "offline": True, "goal": Goal("val/score", "max")}
+accelerator.init_trackers("mine", {}, {"rankzero": options})
+for step in range(1, 4):
+    accelerator.log({"train/loss": 1.0}, step)
+    accelerator.log({"val/score": [0.5, 0.75, 0.25][step - 1], "val/other": 1.0}, step)
+accelerator.end_training()
+"""
+
+
+def test_accelerates_goal_is_judged(tmp_path: Path) -> None:
+    needs("accelerate")
+    (tmp_path / "script.py").write_text(GOAL)
+    code, output = run("script.py", tmp_path)
+    assert code == 0 and "twice" not in output, output
+    events = list(read_all(tmp_path / "mlruns/runs/r1/events.jsonl"))
+    found = [(one.step, one.best) for one in events if isinstance(one, Evaluated)]
+    assert found == [(1, True), (2, True), (3, False)]
+    (end,) = (one for one in events if isinstance(one, RunEnded))
+    assert end.metrics["best"] == 0.75

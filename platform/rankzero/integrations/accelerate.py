@@ -59,12 +59,18 @@ class RankZeroTracker(GeneralTracker):
         self._run.begin()
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
-        """Log metrics and texts. Tensors stay on their device until the run reads them."""
+        """Log metrics and texts. Tensors stay on their device until the run reads them.
+
+        It reads the goal's metric at once, and judges it.
+        """
         if step is not None and self._is_new:
             # Accelerate does not tell whether the steps of a second training go on.
             self._run.begin_training(0 if step <= self._run.begin().step else step, 0)
             self._is_new = False
         self._run.log(values, step)
+        if (goal := self._run.goal.metric) in values:
+            # At the step that was logged just now, also if Accelerate gave none.
+            self._run.begin().evaluated({goal: values[goal]})
 
     def finish(self) -> None:
         """End the run. `Accelerator.end_training` calls it."""
