@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -77,9 +78,8 @@ def evaluate(
     job.strategy.sync_buffers()
     random_states = rng.state(job.world.device)
     poll, metrics = StopPoll(job.world, stop), dict[str, float]()
-    state.model.eval()
     try:
-        with torch.no_grad(), state.weights_to_evaluate():
+        with torch.no_grad(), state.weights_to_evaluate(), _evaluating(state.model):
             for group, loader in loaders.items():
                 values = _evaluate(job, state.model, group, loader, poll, step)
                 metrics |= {f"{group}/{name}": value for name, value in values.items()}
@@ -87,9 +87,17 @@ def evaluate(
         job.image_capture.forget()
         rng.restore(random_states, job.world.device)
         raise
-    finally:
-        state.model.train()
     return metrics
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    # A module may change its weights in eval() and take that back in train(), as LoRA does.
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
 
 
 def _evaluate(

@@ -115,6 +115,38 @@ def test_averages_are_evaluated_and_the_training_is_left_alone(
     assert averaged.totals.last_metrics["val/loss"] == pytest.approx(wanted, rel=1e-5)
 
 
+class Merged(torch.nn.Linear):
+    """Adds its adapter to its weight in eval(), as loralib does."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 3)
+        self.adapter = torch.nn.Parameter(torch.zeros(3, 8))
+
+    def train(self, mode: bool = True) -> Any:
+        if mode != self.training:
+            self.weight.data.add_(self.adapter.data, alpha=-1 if mode else 1)
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight + self.adapter if self.training else self.weight
+        return torch.nn.functional.linear(x.flatten(1)[:, :8], weight, self.bias)
+
+
+class Adapted(type(tiny())):  # type: ignore[misc]
+    def model(self) -> Any:
+        return Merged()
+
+
+def test_a_module_that_merges_in_eval_merges_the_averages(train: Trainer, tmp_path: Path) -> None:
+    trained = train(config.override(Adapted(), {"train.ema": 0.9}), tmp_path)
+    saved = restore.load(next((tmp_path / "checkpoints").glob("step_*24")))
+    model = Merged()
+    model.load_state_dict(saved["ema"])
+    _, val = trained.job.experiment.data()
+    wanted = trained.job.experiment.measure(model.eval(), val[:])["loss"].item()
+    assert trained.totals.last_metrics["val/loss"] == pytest.approx(wanted, rel=1e-5)
+
+
 def test_an_error_in_an_evaluation_leaves_the_trainings_weights() -> None:
     _, state = build(tiny(train__ema=0.5), WORLD)
     before = [weight.detach().clone() for weight in state.model.parameters()]
