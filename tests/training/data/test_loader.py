@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
-from rankzero.experiment import Experiment
+from rankzero.experiment import Experiment, Train
 from rankzero.launch.failures import DescribedError
 from rankzero.training.data.batch import samples_in
 from rankzero.training.data.loader import BatchLoader, copied_ahead
-from rankzero.training.data.order import BatchOrder
+from rankzero.training.data.order import BatchOrder, make_batch_order
 
 CPU = torch.device("cpu")
 
@@ -63,6 +63,32 @@ def test_a_samples_augmentation_is_the_same_on_any_rank_or_worker() -> None:
     assert drawn(workers=2, world_size=1, micro_batch=4) == alone
     later = drawn(workers=0, world_size=1, micro_batch=8, first_step=3)
     assert later == {key: value for key, value in alone.items() if key[0] >= 3}
+
+
+def repeated(workers: int, world_size: int, micro_batch: int) -> list[list[float]]:
+    """Return what a step of [3, 3, 5, 3, 5, 7, 3, 9] loads."""
+    train, batch = Train(batch_size=8, micro_batch=micro_batch, seed=3), [3, 3, 5, 3, 5, 7, 3, 9]
+    plan = make_batch_order(train, 20, world_size, lambda *_: [batch[::-1], batch])
+    loaded = [
+        list(feed(Noise(), workers).train_batches(plan, rank, 1, 2)) for rank in range(world_size)
+    ]
+    parts = [one for micro_batches in zip(*loaded, strict=True) for one in micro_batches]
+    rows: list[list[float]] = torch.cat(parts).tolist()
+    assert [row[0] for row in rows] == batch
+    return rows
+
+
+def test_each_copy_of_a_sample_in_a_step_has_an_augmentation_of_its_own() -> None:
+    alone = repeated(workers=0, world_size=1, micro_batch=8)
+    assert len({row[1] for row in alone}) == len({row[3] for row in alone}) == 8
+    assert repeated(workers=0, world_size=2, micro_batch=2) == alone
+    assert repeated(workers=2, world_size=1, micro_batch=4) == alone
+    # First copies draw as in a step without a second one.
+    plan = make_batch_order(
+        Train(batch_size=4, seed=3), 20, 1, lambda *_: [[0, 1, 2, 4], [3, 5, 7, 9]]
+    )
+    (once,) = feed(Noise()).train_batches(plan, 0, 1, 2)
+    assert once.tolist() == [alone[place] for place in (0, 2, 5, 7)]
 
 
 def test_loading_draws_no_numbers_from_the_models_generator() -> None:

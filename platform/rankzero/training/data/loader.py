@@ -1,7 +1,8 @@
 """From data set to device: batches gathered from tensors in memory, or loaded by a `DataLoader`.
 
-A sample's random augmentation depends on the seed, the epoch and the sample's index alone. It is
-the same on one rank or many, with or without loading processes, before and after a resume.
+A sample's random augmentation depends on the seed, the epoch, the sample's index, and which copy in
+its step it is. It is the same on one rank or many, with or without loading processes, before and
+after a resume.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ _ALONE = (
     "; its __getitems__ draws, so it is given one index at a time: do in collate() what needs the "
     "whole batch"
 )
-Key = tuple[int, int, list[int]]
-"""A batch: its number from the start of the run, its epoch, and the indices of its samples."""
+Key = tuple[int, int, list[int], list[int]]
+"""A batch: its number from the start of the run, its epoch, and its samples: their indices and
+copies, as `BatchOrder.iter_copies` yields them."""
 
 
 def in_memory(dataset: Any, collate: Collate) -> bool:
@@ -77,7 +79,9 @@ class BatchLoader:
             _SeededBatches(self.dataset, self._seed, maker),
             self.device,
             self._workers,
-            keys=_numbered(keys, order.micro_batches_before(first_step)),
+            keys=_numbered(
+                keys, order.micro_batches_before(first_step), order.iter_copies(rank, first_step)
+            ),
         )
         # A generator would hold a batch on the device while the next one is copied there.
         return map(operator.itemgetter(0), processes.load(loader, self.device))
@@ -158,15 +162,18 @@ class _SeededBatches(Dataset[Any]):
         """Return a batch and its samples, or the Failure of the user's code."""
         return self._draws.run(functools.partial(self._load, *key))
 
-    def _load(self, number: int, epoch: int, indices: list[int]) -> Any:
+    def _load(self, number: int, epoch: int, indices: list[int], copies: list[int]) -> Any:
         samples: list[Any] = []
         mixed = mix_in(mix_in(0, self._seed), epoch)
         try:
             if self._is_whole:
                 samples = self._at_once(mix_in(mixed, indices[0]) >> 1, indices)
             if not samples:
-                for index in indices:
-                    self._draws.seed(mix_in(mixed, index) >> 1)
+                seeds = [mix_in(mixed, index) for index in indices]
+                for place, copy in enumerate(copies):
+                    seeds[place] = mix_in(seeds[place], copy) if copy else seeds[place]
+                for index, seed in zip(indices, seeds, strict=True):
+                    self._draws.seed(seed >> 1)
                     if self._is_batched:
                         samples += self._dataset.__getitems__([index])
                     else:
@@ -192,6 +199,9 @@ class _SeededBatches(Dataset[Any]):
         return found if self._is_whole else []
 
 
-def _numbered(keys: Iterable[tuple[int, Tensor]], first: int) -> Iterator[Key]:
-    for number, (epoch, indices) in enumerate(keys, first):
-        yield number, epoch, indices.tolist()
+def _numbered(
+    keys: Iterable[tuple[int, Tensor]], first: int, copies: Iterable[list[int]] | None = None
+) -> Iterator[Key]:
+    with_copies = zip(keys, copies or itertools.repeat([]), strict=False)
+    for number, ((epoch, indices), copied) in enumerate(with_copies, first):
+        yield number, epoch, indices.tolist(), copied

@@ -7,8 +7,10 @@ computes where to continue.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -143,6 +145,34 @@ class BatchOrder:
                     # Ranks exchange gradients, so one without a sample computes one for nothing.
                     yield epoch, part if len(part) else rest[:1]
             step += steps
+
+    def iter_copies(self, rank: int, first_step: int) -> Iterator[list[int]]:
+        """Yield how often each sample of a micro-batch came before in the list of its step.
+
+        Without end, and an empty list where no sample repeats.
+        """
+        if self.lists is None:
+            yield from itertools.repeat([])
+            return
+        for step in itertools.count(first_step):
+            epoch, position = divmod(step, self.steps_per_epoch)
+            copies = _copies(self.lists(epoch)[position].tolist())
+            # Tensors would cost 10 µs a step, also where no sample repeats.
+            parts = self.accumulation * self.world_size
+            size = len(copies) // parts
+            for part in range(rank, parts, self.world_size):
+                yield copies[part * size : (part + 1) * size]
+
+
+def _copies(indices: Sequence[int]) -> list[int]:
+    if len(set(indices)) == len(indices):
+        return []
+    counts: collections.Counter[int] = collections.Counter()
+    found = []
+    for index in indices:
+        found.append(counts[index])
+        counts[index] += 1
+    return found
 
 
 def make_batch_order(
