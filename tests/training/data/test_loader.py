@@ -91,6 +91,37 @@ def test_each_copy_of_a_sample_in_a_step_has_an_augmentation_of_its_own() -> Non
     assert once.tolist() == [alone[place] for place in (0, 2, 5, 7)]
 
 
+class Resampled(Noise):
+    """A data set that draws in each epoch what it adds."""
+
+    draws: Any = None
+    epoch, shift = -1, 0.0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch, self.shift = epoch, self.draws()
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([self.epoch, self.shift])
+
+
+@pytest.mark.parametrize("choose", [None, lambda *_: [[0, 1, 2, 3], [4, 5, 6, 7]]])
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()).item(), np.random.rand])
+def test_a_training_set_knows_its_epoch_in_each_process(choose: Any, draw: Any) -> None:
+    dataset = Resampled()
+    dataset.draws = draw
+    plan = make_batch_order(Train(batch_size=4, seed=3), 8, 1, choose)
+    found = {
+        (workers, first): torch.cat(list(feed(dataset, workers).train_batches(plan, 0, first, 6)))
+        for workers in (0, 2)
+        for first in (0, 3)
+    }
+    whole = found[0, 0]
+    assert whole[:, 0].tolist() == [0.0] * 8 + [1.0] * 8 + [2.0] * 8
+    assert len(set(whole[:, 1].tolist())) == 3
+    assert torch.equal(found[2, 0], whole)
+    assert torch.equal(found[0, 3], whole[12:]) and torch.equal(found[2, 3], whole[12:])
+
+
 def test_loading_draws_no_numbers_from_the_models_generator() -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)

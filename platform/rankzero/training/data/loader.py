@@ -21,7 +21,7 @@ from rankzero.experiment import Experiment
 from rankzero.training.data import processes
 from rankzero.training.data.device_copy import DeviceCopier
 from rankzero.training.data.draws import SeededDraws
-from rankzero.training.data.order import BatchOrder, mix_in, shard
+from rankzero.training.data.order import BatchOrder, mix, mix_in, shard
 from rankzero.training.data.samples import BatchMaker, Collate, batch_maker
 
 # A tensor data set of up to this size is copied to the GPU once, and batches are gathered there.
@@ -34,7 +34,7 @@ _ALONE = (
     "whole batch"
 )
 Key = tuple[int, int, list[int], list[int]]
-"""A batch: its number from the start of the run, its epoch, and its samples: their indices and
+"""A batch: its number from the start of the run, its draw, and its samples: their indices and
 copies, as `BatchOrder.iter_copies` yields them."""
 
 
@@ -76,7 +76,7 @@ class BatchLoader:
             return self._gather(keys, self._tensors, 1 if order.lists is not None else ahead)
         maker = batch_maker(self._collate, self._seed, rank, training=True)
         loader = processes.make_loader(
-            _SeededBatches(self.dataset, self._seed, maker),
+            _SeededBatches(self.dataset, self._seed, maker, order.list_count),
             self.device,
             self._workers,
             keys=_numbered(
@@ -147,11 +147,19 @@ def copied_ahead(indices: Iterable[Tensor], device: torch.device, ahead: int) ->
 
 
 class _SeededBatches(Dataset[Any]):
-    """The batches of a map-style data set, by key, each item drawn with a seed of its own."""
+    """The batches of a map-style data set, by key, each item drawn with a seed of its own.
 
-    def __init__(self, dataset: Any, seed: int, maker: BatchMaker) -> None:
+    `draws_per_epoch`: 0 if a key has the epoch as its draw.
+    """
+
+    def __init__(
+        self, dataset: Any, seed: int, maker: BatchMaker, draws_per_epoch: int = 0
+    ) -> None:
         self._dataset, self._seed, self._maker = dataset, seed, maker
         self._draws = SeededDraws()
+        self._draws_per_epoch = draws_per_epoch
+        self._epoch: int | None = None
+        self._has_epochs = maker.training and hasattr(dataset, "set_epoch")
         # A Subset has batched access in any case, and only passes it on to what it is a part of.
         inner = dataset
         while getattr(type(inner), "__getitems__", None) is Subset.__getitems__:
@@ -160,12 +168,21 @@ class _SeededBatches(Dataset[Any]):
 
     def __getitem__(self, key: Key) -> Any:
         """Return a batch and its samples, or the Failure of the user's code."""
-        return self._draws.run(functools.partial(self._load, *key))
+        epoch = key[1] // self._draws_per_epoch if self._draws_per_epoch else key[1]
+        found = self._draws.run(functools.partial(self._load, epoch, *key))
+        # The batch may be loaded twice, with another seed for what set_epoch() draws.
+        self._epoch = epoch
+        return found
 
-    def _load(self, number: int, epoch: int, indices: list[int], copies: list[int]) -> Any:
+    def _load(
+        self, epoch: int, number: int, draw: int, indices: list[int], copies: list[int]
+    ) -> Any:
         samples: list[Any] = []
-        mixed = mix_in(mix_in(0, self._seed), epoch)
+        mixed = mix_in(mix_in(0, self._seed), draw)
         try:
+            if self._has_epochs and epoch != self._epoch:
+                self._draws.seed(mix(self._seed, epoch))
+                self._dataset.set_epoch(epoch)
             if self._is_whole:
                 samples = self._at_once(mix_in(mixed, indices[0]) >> 1, indices)
             if not samples:
