@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rankzero import config
-from rankzero.catalog import command_lines
+from rankzero.catalog import command_lines, deleted
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.redaction.assignments import BLOT
 from rankzero.redaction.text import blotted
-from rankzero.run_store import run_locks
+from rankzero.run_store import checkpoint_files, run_locks
 from rankzero.run_store.folder import Identity, RunFolder, write_atomically
 
 Configured = TypeVar("Configured", bound=Experiment)
@@ -85,14 +86,38 @@ def make_folder(runs: Path, identity: Identity, *, machines: int = 1) -> RunFold
         created = (folder.path / "run.json").exists()
         if machines > 1 and created and not folder.events.exists():
             return folder
-        raise UserError(
-            f"there is a run {identity.name!r} already: choose another --name, or continue it: "
-            f"{command_lines.line(runs.parent, 'resume', identity.name)}"
-        ) from None
+        raise UserError(_taken(folder)) from None
     except OSError as error:
         raise UserError(
             f"cannot write to {runs}: {error.strerror}; choose another folder with --dir"
         ) from error
+
+
+def _taken(folder: RunFolder) -> str:
+    """Return why a run of this name cannot start, and the commands that mend it."""
+    name, root = folder.path.name, folder.root
+    if deleted.is_hidden(folder):
+        back = command_lines.line(root, "delete", "--restore", name)
+        return (
+            f"{name} is deleted: `{back}` brings it back, and "
+            f"`{command_lines.line(root, 'prune', '--deleted')}` erases all that is deleted"
+        )
+    is_training = folder.config.exists() and not folder.children
+    if is_training and not checkpoint_files.by_step(folder.checkpoints):
+        return (
+            f"there is a run {name!r} already, which has no checkpoint: {restart_line(folder)} "
+            "begins it again, or choose another --name"
+        )
+    return (
+        f"there is a run {name!r} already: choose another --name, or continue it: "
+        f"{command_lines.line(root, 'resume', name)}"
+    )
+
+
+def restart_line(folder: RunFolder) -> str:
+    """Return the command that begins a run without a checkpoint again."""
+    store = command_lines.option(folder.root)
+    return f"`rankzero train … --name {shlex.quote(folder.path.name)} --resume-if-there{store}`"
 
 
 def with_secrets(settings: Mapping[str, Any], changes: Mapping[str, str]) -> dict[str, Any]:

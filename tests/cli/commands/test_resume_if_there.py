@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rankzero import config
 from rankzero.cli.commands import resume
 from rankzero.events import RunStarted
 from rankzero.mlflow_store.client import MlflowRuns, RunRecord
@@ -71,6 +72,30 @@ def test_a_run_that_was_killed_early_begins_again(rankzero: Command, moment: str
     assert starts(folder)[-1] == 0 and max(losses(folder)) == 30
     assert rankzero.runs == [folder] and folder.identity.uuid == identity.uuid
     assert tracked(folder).status == "FINISHED" and len(mlflow_runs(rankzero.folder)) == 1
+
+
+def test_a_mistake_in_the_set_up_is_mended_under_the_same_name(rankzero: Command) -> None:
+    file = rankzero.folder / "mine.py"
+    tiny, quick = Path(TINY).read_text(), ("train.steps=8", "train.mlflow.log_model=false")
+    words = ("train", file, "--name", "mine", *quick)
+    file.write_text(tiny.replace('fail: str = ""', 'fail: str = "model"'))
+    code, output = rankzero(*words)
+    assert code == 1 and "no such model" in output, output
+    file.write_text(tiny.replace("batch_size=32", "batch_size=20"))
+    again = "`rankzero train … --name mine --resume-if-there` begins it again"
+    for wrong in (words, ("resume", "mine")):
+        code, output = rankzero(*wrong)
+        assert code == 2 and again in output, output
+    code, output = rankzero(*words, "--resume-if-there")
+    assert code == 0, output
+    (folder,) = rankzero.runs
+    assert starts(folder)[-1] == 0 and config.read_file(folder.config)["train.batch_size"] == 20
+    code, output = rankzero(*words)
+    assert code == 2 and "continue it: rankzero resume mine" in output, output
+    code, output = rankzero("delete", "mine", "--yes")
+    assert code == 0, output
+    code, output = rankzero(*words)
+    assert code == 2 and "mine is deleted: `rankzero delete --restore mine`" in output, output
 
 
 def test_a_run_of_a_lost_disk_continues_from_the_server(rankzero: Command, server: Server) -> None:

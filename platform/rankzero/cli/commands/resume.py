@@ -17,7 +17,7 @@ from rankzero.events import CheckpointSaved
 from rankzero.experiment import Experiment, Train
 from rankzero.launch import agent
 from rankzero.launch.machines import Machines
-from rankzero.launch.request import with_changes, with_secrets, write_config
+from rankzero.launch.request import restart_line, with_changes, with_secrets, write_config
 from rankzero.lightning_module import ignored_hooks
 from rankzero.mlflow_store import uris
 from rankzero.redaction.text import line_without_secrets
@@ -79,7 +79,7 @@ def continue_run(
     """Launch the next attempt of a run; return the exit code. Raises NothingLeft.
 
     `given`: the experiment, if the command may also start the run. A run without a checkpoint then
-    begins again.
+    begins again, with it.
     """
     name, offline = folder.path.name, arguments.offline
     with sole_launcher(folder, machines.most):
@@ -90,12 +90,14 @@ def continue_run(
             changes = config.parse_assignments(arguments.settings)
             experiment = with_changes(class_of(folder, arguments.dir)(), changes)
         else:
-            # One that was killed as it started has not written its settings.
-            is_early = not (folder.config.exists() or folder.events.exists())
-            experiment = given if given and is_early else _experiment(folder, arguments)
+            # Without a checkpoint, the recorded settings may be what failed.
+            again = given if _may_begin_again(folder) else None
+            experiment = again or _experiment(folder, arguments)
             checkpoint = _newest_checkpoint(folder, offline, required=given is None)
             if checkpoint is not None:
                 _set_processes(checkpoint, arguments, machines)
+                if again:
+                    experiment = _experiment(folder, arguments)
         topology = launch_run.topology_of(arguments, experiment.train, machines)
         if not joins:
             if not offline:
@@ -189,6 +191,14 @@ def class_of(folder: RunFolder, store_folder: Path) -> type[Experiment]:
         raise UserError(f"{error}; if the file has moved, pass --experiment FILE") from error
 
 
+def _may_begin_again(folder: RunFolder) -> bool:
+    if not folder.config.exists():
+        # One that was killed as it started has not written its settings. A study has none.
+        return not folder.events.exists()
+    ended = lookup.last_end(folder)
+    return ended is None or ended.status != "FINISHED"
+
+
 def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
     cls = class_of(folder, arguments.dir)
     if ignored := ignored_hooks(cls):
@@ -268,9 +278,11 @@ def _newest_checkpoint(folder: RunFolder, offline: bool, *, required: bool) -> P
     if path is None and not required:
         print(f"note: {folder.path.name} has no checkpoint: it begins again")
     elif path is None:
-        found = "".join(f"\n  {problem}" for problem in problems) or " start a new run"
-        name = folder.path.name
-        raise UserError(f"{name} has no checkpoint to continue from, here or in MLflow:{found}")
+        name, found = folder.path.name, "".join(f"\n  {problem}" for problem in problems)
+        raise UserError(
+            f"{name} has no checkpoint to continue from, here or in MLflow:"
+            f"{found or f' {restart_line(folder)} begins it again'}"
+        )
     return path
 
 
