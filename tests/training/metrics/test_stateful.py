@@ -90,6 +90,34 @@ def test_update_gets_all_ranks_samples_where_measure_left_them(rank: int) -> Non
     assert updates == ([[[1.0, 1.0, 2.0, 2.0], "cpu"]] if rank == 0 else [])
 
 
+def test_rows_of_several_widths_are_refused() -> None:
+    metrics = StatefulMetrics({"bleu": Seen()}, ALONE, 1)
+    metrics.update({"bleu": (torch.ones(2, 17), torch.ones(2))}, 2)
+    says = re.escape("measure()['bleu']: rows of shape (17,) and (15,): pad them to one width")
+    with pytest.raises(UserError, match=says):
+        metrics.update({"bleu": (torch.ones(3, 15), torch.ones(3))}, 3)
+
+
+def test_rows_of_another_width_on_another_rank_are_refused() -> None:
+    """One of width 1 would be repeated without a word."""
+
+    class Two(World):
+        def share(self, value: Any, source: int = 0) -> Any:
+            del source
+            return [["float32", [17]]] if isinstance(value, list) else value
+
+        def gather(self, values: Tensor) -> Tensor:
+            return torch.stack([values, values])
+
+    metrics = StatefulMetrics({"bleu": Seen()}, Two(Ranks(1, 2), torch.device("cpu")), 2)
+    metrics.update({"bleu": (torch.ones(2, 1),)}, 2)
+    with pytest.raises(UserError, match=re.escape("rows of shape (17,) and (1,): pad them")):
+        metrics.compute([2, 2], 0)
+    metrics = StatefulMetrics({"bleu": Seen()}, Two(Ranks(1, 2), torch.device("cpu")), 2)
+    metrics.update({"bleu": (torch.ones(2, 17),)}, 2)
+    metrics.compute([2, 2], 0)
+
+
 def test_missing_arguments_are_refused() -> None:
     with pytest.raises(UserError, match="measure\\(\\)\\['one'\\] must be the tuple"):
         StatefulMetrics({"one": Seen()}, ALONE, 1).update({}, 2)

@@ -63,6 +63,7 @@ class StatefulMetrics:
                         "sample; an object of torchmetrics may get anything"
                     )
             self._arguments[name].append(args)
+            _check_rows(name, args, [one.shape[1:] for one in self._arguments[name][0]])
 
     def compute(self, counts: Sequence[int], source: int) -> dict[str, float]:
         """Return the values, by name or ``name/key``. Collective. Raises UserError.
@@ -99,8 +100,10 @@ class StatefulMetrics:
         known = [[str(arg.dtype).removeprefix("torch."), arg.shape[1:]] for arg in mine]
         # Samples are dealt to the ranks in turn.
         rows = torch.arange(most)[:, None] < torch.tensor(counts)
-        gathered = []
-        for number, (dtype, shape) in enumerate(world.share(known, source)):
+        gathered, shared = [], world.share(known, source)
+        # A padded copy would repeat rows of width 1.
+        _check_rows(name, mine, [shape for _, shape in shared])
+        for number, (dtype, shape) in enumerate(shared):
             padded = torch.zeros(most, *shape, dtype=getattr(torch, dtype), device=world.device)
             if mine:
                 padded[: len(mine[number])] = mine[number]
@@ -109,6 +112,16 @@ class StatefulMetrics:
                 every = every.to(mine[number].device).view(world.size, *padded.shape)
                 gathered.append(every.transpose(0, 1)[rows])
         return gathered
+
+
+def _check_rows(name: str, args: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> None:
+    """Raise UserError if the rows of `args` have other shapes than those before."""
+    for arg, shape in zip(args, shapes, strict=False):
+        if tuple(arg.shape[1:]) != tuple(shape):
+            raise UserError(
+                f"measure()[{name!r}]: rows of shape {tuple(shape)} and {tuple(arg.shape[1:])}: "
+                "pad them to one width"
+            )
 
 
 def without_stateful(measure: Callable[..., Any], names: Collection[str]) -> Callable[..., Any]:
