@@ -71,12 +71,18 @@ def _take_turns(
     micro_batches = [next(batches) for _ in weights]
     data_wait = time.perf_counter() - begun
     found: dict[str, Tensor] = {}
+    scaler, scaled = job.precision.scaler, set[str]()
     for turn in job.experiment.turns:
+        if scaler is not None and turn in scaled:
+            # It lets an optimizer step once between two updates.
+            scaler.update()
+            scaled.clear()
         metrics, _ = _accumulate(job, step, turn, iter(micro_batches))
         for name, part in optimizer.parts.items():
             if name != turn:
                 part.zero_grad(set_to_none=True)
         job.strategy.average_gradients(optimizer.parts[turn])
+        scaled |= {turn} if _has_gradients(optimizer.parts[turn]) else set()
         metrics |= _use_gradients(job, optimizer.parts[turn])
         found |= {f"{turn}/{name}": value for name, value in metrics.items()}
     return found, data_wait
@@ -130,8 +136,12 @@ def _use_gradients(job: TrainingContext, optimizer: Optimizer) -> dict[str, Tens
             found["gradient_norm"] = norm
     if scaler is None:
         optimizer.step()
-    elif any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+    elif _has_gradients(optimizer):
         # The scaler skips the step if a gradient overflowed.
         scaler.step(optimizer)
     optimizer.zero_grad(set_to_none=True)
     return found
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

@@ -23,8 +23,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "clipped": {"train__clip": 0.05, "train__log_gradient_norm": True},
     "divided": {"train__micro_batch": 4, "ratio": True},
     "fp16": {"train__precision": "fp16"},
+    "repeated": {"repeats": 3, "train__clip": 0.5},
     "rest": {"train__drop_last": False, "train__micro_batch": 1},
 }
+AGAIN = {"again": "plain", "repeated-again": "repeated"}
 ODD: dict[str, dict[str, Any]] = {
     "still": {"still": "generator", "train__precision": "fp16"},
     "rare": {"rare": True, "train__clip": 0.05},
@@ -48,7 +50,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in ("ddp", "zero1")
         for odd, changes in ODD.items()
     ]
-    cases += [case(f"{name}-again", 3, train__strategy=name) for name in STRATEGIES]
+    for again, variant in AGAIN.items():
+        settings = VARIANTS[variant]
+        cases += [
+            case(f"{name}-{again}", 3, train__strategy=name, **settings) for name in STRATEGIES
+        ]
     cases += [
         case("pp", train__strategy="pp"),
         case("ddp-static", train__ddp__static_graph=True),
@@ -89,10 +95,11 @@ def test_ranks_without_a_gradient_take_the_turn(
         assert two["logged"][metric] == pytest.approx(one["logged"][metric], rel=1e-3), metric
 
 
+@pytest.mark.parametrize("again", AGAIN)
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_resumed_turns_are_bit_identical(folder: Path, name: str) -> None:
-    straight, again = seen(folder, f"{name}-plain"), seen(folder, f"{name}-again")
-    assert again["begun"][1] >= 3 and again["logged"] == straight["logged"]
+def test_resumed_turns_are_bit_identical(folder: Path, name: str, again: str) -> None:
+    straight, resumed = seen(folder, f"{name}-{AGAIN[again]}"), seen(folder, f"{name}-{again}")
+    assert resumed["begun"][1] >= 3 and resumed["logged"] == straight["logged"]
 
 
 def test_turns_resume_bit_for_bit_on_one_process(tmp_path: Path) -> None:
@@ -108,6 +115,25 @@ def test_each_turn_trains_its_own_parameters_on_its_own_loss(tmp_path: Path) -> 
     still = alone(tmp_path, "still", train__steps=1, discriminator_lr=1e-30)["logged"]
     assert still["train/discriminator/loss"] == logged["train/discriminator/loss"]
     assert still["train/generator/loss"] != logged["train/generator/loss"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_an_optimizer_takes_each_of_its_turns(tmp_path: Path, precision: str) -> None:
+    settings = {"train__steps": 2, "train__precision": precision, "discriminator_lr": 0.01}
+    losses = {
+        (repeats, still): alone(
+            tmp_path, f"{repeats}{still}", repeats=repeats, still=still, **settings
+        )["logged"]
+        for repeats in (1, 4)
+        for still in ("", "discriminator")
+    }
+    once, four = (losses[repeats, ""]["train/discriminator/loss"][0] for repeats in (1, 4))
+    assert four < once, "the last of four turns, after three steps"
+    logged = losses[4, ""]
+    parts = [logged[f"train/{name}/loss"] for name in ("discriminator", "generator")]
+    assert logged["train/loss"] == [sum(two) for two in zip(*parts, strict=True)]
+    # Without a trained parameter, more turns change nothing.
+    assert losses[4, "discriminator"] == losses[1, "discriminator"]
 
 
 def test_clipping_bounds_the_gradient_of_each_turn(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ class Reporter:
         )
         if not job.experiment.turns:
             return window
-        losses = (window.values[f"{turn}/loss"] for turn in job.experiment.turns)
+        losses = (window.values[f"{turn}/loss"] for turn in dict.fromkeys(job.experiment.turns))
         total = [sum(values) for values in zip(*losses, strict=True)]
         return dataclasses.replace(window, values={"loss": total, **window.values})
 

@@ -104,12 +104,12 @@ def check(parts: Mapping[str, Any], model: nn.Module) -> None:
 
 
 def check_turns(experiment: Experiment, made: Any) -> None:
-    """Raise UserError unless each optimizer that `optimizer()` made has one of the turns."""
+    """Raise UserError unless each optimizer that `optimizer()` made has a turn."""
     names = list(made) if isinstance(made, Mapping) else []
-    if sorted(experiment.turns) != sorted(names):
+    if set(experiment.turns) != set(names):
         raise UserError(
-            f"turns names {', '.join(experiment.turns)}, but optimizer() returns "
-            f"{', '.join(names) or 'one optimizer'}: name each optimizer of the mapping once"
+            f"turns names {', '.join(dict.fromkeys(experiment.turns))}, but optimizer() returns "
+            f"{', '.join(names) or 'one optimizer'}: name each optimizer of the mapping"
         )
     if not takes_progress(experiment.measure):
         raise UserError(
