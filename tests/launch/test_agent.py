@@ -15,7 +15,7 @@ from rankzero.launch import agent, rendezvous
 from rankzero.launch.signals import SignalForwarder
 from rankzero.ranks import Ranks
 from support import second_user
-from support.returning import fail_without_words, killed, meet
+from support.returning import fail_without_words, killed, meet, print_on_a_full_disk
 
 
 def test_rank_that_fails_on_a_full_disk_fails_the_launch(
@@ -29,6 +29,16 @@ def test_rank_that_fails_on_a_full_disk_fails_the_launch(
     other = int((tmp_path / "1").read_text())
     assert not psutil.pid_exists(other) or psutil.Process(other).status() == psutil.STATUS_ZOMBIE
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_print_on_a_full_disk_ends_no_rank(tmp_path: Path) -> None:
+    with SignalForwarder() as signals:
+        result = agent.run(
+            agent.Topology(1), print_on_a_full_disk, None, tmp_path / "logs", signals
+        )
+    assert result == agent.LaunchResult("printed")
+    logs = agent.log_files(tmp_path / "logs", 0)
+    assert [path.read_text() for path in logs] == ["before ü\nafter"] * 2
 
 
 def test_killed_rank_is_reported_with_its_signal(tmp_path: Path) -> None:

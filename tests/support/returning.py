@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -42,6 +43,18 @@ def fail_without_words(folder: str) -> str:
     (Path(folder) / "pid").rename(Path(folder) / "1")
     time.sleep(120)
     return "waited"
+
+
+def print_on_a_full_disk(_request: object) -> str:
+    """Print lines, of which the second does not fit: files may not grow then."""
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for stream in (sys.stdout, sys.stderr):
+        print("before ü", file=stream, flush=True)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, most))
+        print("lost", file=stream, flush=True)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        print("after", end="", file=stream)
+    return "printed"
 
 
 def fail_once(folder: str) -> str:

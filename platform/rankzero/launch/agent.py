@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankzero import ranks
-from rankzero.launch import fork_server, rendezvous, signals
+from rankzero.launch import fork_server, output, rendezvous, signals
 from rankzero.launch.machines import ALONE, Machines
 from rankzero.launch.parent_death import end_with_parent
 from rankzero.launch.process_name import set_process_name
@@ -203,7 +203,9 @@ def enter(
     multiprocessing.set_start_method(None, force=True)
     if not signals.unblocks(entry):
         signals.unblock()
-    result = entry(request)
+    # The log is in the run's folder. A print of the user's code must not end a training.
+    with output.drops_what_does_not_fit():
+        result = entry(request)
     torch_compat.poll_after_return()
     return result
 

@@ -1,12 +1,17 @@
-"""Encodings that lack characters, such as an ASCII locale's: of the output and of paths."""
+"""Encodings that lack characters, such as an ASCII locale's, of the output and of paths.
+
+And output on a disk that is full.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rankzero.errors import UserError
 
@@ -19,6 +24,41 @@ def escape_unencodable() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="backslashreplace")
+
+
+class _LossyFile(io.FileIO):
+    """A file that drops what the system refuses to write."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+@contextlib.contextmanager
+def drops_what_does_not_fit() -> Iterator[None]:
+    """Let a print inside the block raise no error where the output's disk is full."""
+    kept, made = (sys.stdout, sys.stderr), list[io.TextIOWrapper]()
+    for name, stream in zip(("stdout", "stderr"), kept, strict=True):
+        if isinstance(stream, io.TextIOWrapper):
+            raw = _LossyFile(stream.fileno(), "w", closefd=False)
+            own = io.TextIOWrapper(
+                io.BufferedWriter(raw),
+                encoding=stream.encoding,
+                errors=stream.errors,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+            made.append(own)
+            setattr(sys, name, own)
+    try:
+        yield
+    finally:
+        for each in made:
+            with contextlib.suppress(ValueError):  # the user's code may have closed it
+                each.flush()
+        sys.stdout, sys.stderr = kept
 
 
 def refuse_paths_in_ascii(words: Sequence[str]) -> None:
