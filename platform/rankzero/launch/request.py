@@ -136,6 +136,23 @@ def with_secrets(settings: Mapping[str, Any], changes: Mapping[str, str]) -> dic
     return {**settings, **{key: changes[key] for key in hidden}}
 
 
+def with_saved(
+    experiment: Configured, folder: RunFolder, secrets: Mapping[str, str] | None = None
+) -> Configured:
+    """Return the experiment with a run's settings. Raises ConfigError.
+
+    `secrets`: values for redacted settings. If given, raises UserError for those that it lacks.
+    """
+    saved, known = config.read_file(folder.config), config.flatten(experiment)
+    if gone := [repr(key) for key in saved if key not in known]:
+        file = Path(folder.identity.experiment_file or "").name
+        raise config.ConfigError(
+            f"{folder.config} has {', '.join(gone)}, which {file} has no more: put it back there, "
+            "or rename or delete its line in config.yaml"
+        )
+    return config.override(experiment, saved if secrets is None else with_secrets(saved, secrets))
+
+
 def with_changes(experiment: Configured, changes: Mapping[str, Any]) -> Configured:
     """Return the experiment with a user's changes. Raises ConfigError, also for one in vain."""
     changed = config.override(experiment, changes)

@@ -57,6 +57,20 @@ def test_a_resume_on_other_data_says_so(rankzero: Command) -> None:
     assert "before and after step 8 may not be comparable" in " ".join(output.split()), output
 
 
+def test_a_setting_that_the_file_has_no_more_is_named_with_two_ways_on(rankzero: Command) -> None:
+    (file := rankzero.folder / "net.py").write_text(TINY.read_text())
+    code, output = rankzero("train", file, "train.steps=6", "--run-name", "r", "--offline")
+    assert code == 0, output
+    file.write_text(TINY.read_text().replace("dropout", "rate"))
+    (run,) = rankzero.runs
+    again = ("resume", "r", "train.steps=12", "--offline")
+    code, output = rankzero(*again)
+    assert code == 2 and "config.yaml has 'dropout', which net.py has no more" in output, output
+    run.config.write_text(run.config.read_text().replace("dropout:", "rate:"))
+    code, output = rankzero(*again)
+    assert code == 0 and max(losses(run)) == 12, output
+
+
 MODULE = """
 import torch
 from torch import nn

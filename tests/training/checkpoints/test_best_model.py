@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rankzero import experiment_file
+from rankzero import ConfigError, experiment_file
 from rankzero.launch.request import write_config
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.permanent_errors import NeverAccepted
@@ -146,6 +146,26 @@ def test_a_run_that_mlflow_has_erased_is_told_once_and_left(folder: RunFolder, s
     (notice,) = notices
     assert f"the MLflow run {'a' * 32} was deleted" in notice and "sync" not in notice
     assert not folder.late_model.exists(), "sync would fail for ever"
+
+
+@pytest.mark.parametrize("broken", ["a setting", "the file"])
+def test_a_file_that_may_be_mended_leaves_the_model_to_sync(
+    folder: RunFolder, broken: str, tmp_path: Path
+) -> None:
+    says = "config.yaml has 'slow', which tiny.py has no more: put it back there, or"
+    if broken == "a setting":
+        folder.config.write_text(folder.config.read_text() + "slow: 2\n")
+        with pytest.raises(ConfigError, match="has no more: put it back"):
+            best_model.load_best(folder)
+    else:
+        (file := tmp_path / "mine.py").write_text("class Mine(:\n")
+        folder.write_identity(dataclasses.replace(folder.identity, experiment_file=str(file)))
+        says = "SyntaxError: invalid syntax (mine.py, line 1)"
+    notices: list[str] = []
+    best_model.log_best(folder, notices.append)
+    (notice,) = notices
+    assert says in notice and "; rankzero sync" in notice
+    assert folder.late_model.exists(), "sync would say that MLflow has everything"
 
 
 def test_a_server_that_fails_for_now_leaves_the_model_to_sync(

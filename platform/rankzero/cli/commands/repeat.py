@@ -19,7 +19,7 @@ from rankzero.cli.submit import clusters
 from rankzero.errors import FAILED, RESUMABLE, RunFailed, UserError
 from rankzero.experiment import Experiment, Goal
 from rankzero.launch import agent
-from rankzero.launch.request import make_folder, with_secrets, write_config
+from rankzero.launch.request import make_folder, with_saved, write_config
 from rankzero.launch.signals import SignalForwarder
 from rankzero.lightning_module import refuse_new
 from rankzero.mlflow_store import named_runs
@@ -97,8 +97,7 @@ def _continued(
             "them, start a new repeat of the experiment's file"
         )
     agent.warm_up()
-    stored = with_secrets(config.read_file(folder.config), {})
-    experiment = config.override(class_of(folder, arguments.dir)(), stored)
+    experiment = with_saved(class_of(folder, arguments.dir)(), folder, {})
     given = _plan(arguments, experiment)
     seeds = given.seeds if arguments.seeds else ()
     return before.extended(given.over, seeds, given.nproc), experiment

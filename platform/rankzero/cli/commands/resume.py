@@ -17,7 +17,7 @@ from rankzero.events import CheckpointSaved
 from rankzero.experiment import Experiment, Train
 from rankzero.launch import agent
 from rankzero.launch.machines import Machines
-from rankzero.launch.request import restart_line, with_changes, with_secrets, write_config
+from rankzero.launch.request import restart_line, with_changes, with_saved, write_config
 from rankzero.lightning_module import ignored_hooks
 from rankzero.mlflow_store import uris
 from rankzero.redaction.text import line_without_secrets
@@ -204,7 +204,7 @@ def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
     if ignored := ignored_hooks(cls):
         print(f"note: {ignored}")
     changes = config.parse_assignments(arguments.settings)
-    saved = config.override(cls(), with_secrets(config.read_file(folder.config), changes))
+    saved = with_saved(cls(), folder, changes)
     changed = with_changes(saved, changes)
     ended = lookup.last_end(folder)
     if ended is not None and ended.status == "FINISHED":

@@ -20,11 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankzero import config, experiment_file
+from rankzero import experiment_file
 from rankzero.catalog import command_lines, lookup
+from rankzero.config import ConfigError
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment, Goal
 from rankzero.launch.process_name import set_process_name
+from rankzero.launch.request import with_saved
 from rankzero.mlflow_store.uris import RunGone
 from rankzero.permanent_errors import lacks_memory_or_space, refusal
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
@@ -142,7 +144,7 @@ def experiment_of(folder: RunFolder) -> Experiment:
     # A file among the runs may have been downloaded with a run.
     if may_be_foreign(reference, folder.root):
         raise UserError(f"{reference} lies among the runs: what came with a run is not executed")
-    return config.override(experiment_file.load(reference)(), config.read_file(folder.config))
+    return with_saved(experiment_file.load(reference)(), folder)
 
 
 def load_best(folder: RunFolder) -> nn.Module:
@@ -197,7 +199,7 @@ def _run_child(folder: str, problems: Any, delivered: Connection) -> None:
         with contextlib.suppress(OSError):  # a full disk
             (Path(folder) / "export.log").write_text(text, "utf-8", "backslashreplace")
         # One line fits into the pipe's buffer even if nobody reads it.
-        is_answer = isinstance(error, _NotNow)  # whose text names MLflow's error
+        is_answer = isinstance(error, _NotNow)  # whose text names the error
         kind = "" if is_answer else f"{type(error).__name__}: "
         problems.put(line_without_secrets(f"{kind}{error}"))
         if is_answer or lacks_memory_or_space(error):
@@ -211,7 +213,13 @@ def _trace_and_log(folder: RunFolder, delivered: Connection) -> None:
     """
     from rankzero.training.checkpoints import mlflow_model
 
-    experiment = experiment_of(folder)
+    try:
+        experiment = experiment_of(folder)
+    except UserError:
+        raise
+    except Exception as error:  # the user edits the file, and may mend it
+        kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+        raise _NotNow(f"{kind}{error}") from error
     path = _best_checkpoint(folder, experiment.goal)
     step, ended = checkpoint_files.read_manifest(path).step, lookup.last_end(folder)
     note = {"step": step, "ended": None if ended is None else ended.time}
@@ -234,7 +242,7 @@ def _trace_and_log(folder: RunFolder, delivered: Connection) -> None:
 
 
 class _NotNow(Exception):
-    """MLflow did not take the model, but may later."""
+    """The model was not logged, but may be later."""
 
 
 def _log(folder: RunFolder, saved: Path, note: Mapping[str, Any], tags: Mapping[str, str]) -> None:
