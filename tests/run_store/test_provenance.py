@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -253,7 +255,7 @@ def test_the_settings_of_a_submodule_run_nothing(repository: Path, how: str) -> 
     moved = str(found_in(repository).diff)
     assert (
         "+Subproject commit" in moved
-        and "z = 2" not in moved
+        and "+z = 3" in moved
         and not (repository / "executed").exists()
     )
     git(repository, "-c", "core.fsmonitor=false", "commit", "-q", "-m", "third", "inner")
@@ -261,6 +263,72 @@ def test_the_settings_of_a_submodule_run_nothing(repository: Path, how: str) -> 
     assert "inner" in changed_between(repository, first, "HEAD")
     found_in(repository)
     assert not (repository / "executed").exists()
+
+
+def test_edits_in_submodules_are_changes_that_the_diff_restores(repository: Path) -> None:
+    parts = [repository, repository / "in ner", repository / "in ner" / "deep"]
+    for outer, inner in itertools.pairwise(parts):
+        inner.mkdir()
+        git(inner, "init", "-q")
+        (inner / "c.py").write_text("z = 1\n")
+        named = f'[submodule "{inner.name}"]\n\tpath = {inner.name}\n\turl = ./{inner.name}\n'
+        (outer / ".gitmodules").write_text(named)
+    for folder in reversed(parts):
+        git(folder, "add", "--all")
+        git(folder, "commit", "-q", "-m", "all")
+    assert found_in(repository).dirty == "false"
+    (parts[1] / "new.py").touch()
+    assert found_in(repository).diff == "# untracked: in ner/new.py\n"
+    for folder in parts[1:]:
+        (folder / "c.py").write_text("z = 2\n")
+    git(repository, "config", "diff.noprefix", "true")
+    found = found_in(repository)
+    assert found.dirty == "true" and found.diff
+    for folder in parts[1:]:
+        git(folder, "checkout", "-q", "c.py")
+    apply = ["git", "apply", "-"]
+    subprocess.run(apply, cwd=repository, check=True, input=found.diff, text=True)
+    assert [(folder / "c.py").read_text() for folder in parts[1:]] == ["z = 2\n"] * 2
+    shutil.rmtree(parts[2])
+    parts[2].mkdir()  # as in a clone without --recurse-submodules
+    assert "deep" not in str(found_in(repository).diff)
+    # Another project's changes stay out, also where a file calls it a submodule.
+    shutil.move(parts[1], other := repository.parent / f"{repository.name} other")
+    parts[1].symlink_to(other)
+    assert "z = 2" not in str(found_in(repository).diff)
+
+
+def test_the_code_is_where_the_experiments_file_is(
+    repository: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, elsewhere = git(repository, "rev-parse", "HEAD"), tmp_path_factory.mktemp("elsewhere")
+    artifacts = RunFolder.create(elsewhere / "mlruns" / "runs", DIGITS).artifacts
+    (elsewhere / "link.py").symlink_to(repository / "a.py")
+    monkeypatch.chdir(elsewhere)
+    for file in (repository / "a.py", f"{repository / 'a.py'}:Class", "link.py", "link.py:Class"):
+        assert record(artifacts, [], str(file))["mlflow.source.git.commit"] == head
+    # A program's own loop, here and in a repository of another folder.
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__file__", str(repository / "a.py"), raising=False)
+    assert record(artifacts, [])["mlflow.source.git.commit"] == head
+    monkeypatch.setattr(main, "__file__", str(elsewhere / "b.py"), raising=False)
+    assert "mlflow.source.git.commit" not in record(artifacts, [])
+    monkeypatch.chdir(repository)
+    assert record(artifacts, [])["mlflow.source.git.commit"] == head
+    assert "mlflow.source.git.commit" not in record(artifacts, [], str(elsewhere / "b.py"))
+
+
+def test_a_repository_that_git_refuses_is_noted_once(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    artifacts = RunFolder.create(repository / "mlruns" / "runs", DIGITS).artifacts
+    (repository / ".git" / "config").write_text("[broken\n")
+    for _ in range(2):
+        record(artifacts, [], str(repository / "a.py"))
+    printed = capsys.readouterr().err
+    assert printed.count("note: ") == 1 and "the run has no commit: fatal: bad config" in printed
+    facts = json.loads((artifacts / "provenance" / "environment.json").read_text())
+    assert facts["git_error"].startswith("fatal: bad config")
 
 
 def test_missing_objects_are_not_fetched(repository: Path) -> None:

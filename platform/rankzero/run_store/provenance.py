@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import getpass
 import importlib.metadata
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +38,7 @@ _MAX_DIFF_BYTES = 1_000_000
 _MAX_UNTRACKED = 200
 # Settings of a repository must not run programs of its choice: no external diff, no text
 # conversion, no filters. diff.submodule=diff would start a git in each submodule, which has
-# settings of its own.
+# settings of its own: `_changes` asks each submodule without them.
 _DIFF_OPTIONS = (
     *("--no-ext-diff", "--no-textconv", "--no-color"),
     *("--ignore-submodules=dirty", "--submodule=short"),
@@ -90,6 +93,8 @@ class Provenance:
     # "true": the diff restores the changes. "untracked": there are new files alone. "incomplete":
     # the diff was cut or redacted, or a binary file has changed.
     dirty: str = "false"
+    # Why git's fields are None in a repository: the first line of git's error.
+    git_error: str | None = None
 
 
 def collect(
@@ -121,10 +126,12 @@ def record(
 ) -> dict[str, str]:
     """Collect everything now, write it into the run's artifacts, and return the run's tags."""
     runs = artifacts.absolute().parents[1]
+    folder = _code_folder(experiment_file)
     # A user's code may lie next to the runs: `--dir .`
-    code = Path.cwd(), Path(experiment_file or Path.cwd())
-    own = runs if any(one.is_relative_to(runs.parent) for one in code) else runs.parent
-    found = collect(Path.cwd(), argv, os.environ, own)
+    is_next = any(one.is_relative_to(runs.parent.resolve()) for one in (Path.cwd(), folder))
+    found = collect(folder, argv, os.environ, runs if is_next else runs.parent)
+    if found.git_error:
+        _note_once(f"the run has no commit: {found.git_error}")
     write_artifacts(found, artifacts)
     tags = environment(found)
     if experiment_file:
@@ -218,6 +225,30 @@ def allowed(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+@functools.cache  # not for each run of a repeat
+def _note_once(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def _code_folder(experiment_file: str | None) -> Path:
+    """Return the folder of the user's code: the experiment's file, or else this program's script.
+
+    A command of an installed package, and a script in no repository, tell nothing about the code.
+    """
+    if experiment_file:
+        return Path(re.sub(r"\.py:\w+$", ".py", experiment_file)).resolve().parent
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    if script and not Path(script).absolute().is_relative_to(sys.prefix):
+        folder = Path(script).resolve().parent
+        if _is_in_repository(folder):
+            return folder
+    return Path.cwd()
+
+
+def _is_in_repository(folder: Path) -> bool:
+    return any(os.path.lexists(one / ".git") for one in (folder, *folder.parents))
+
+
 def _artifact_folder(folder: Path) -> Path:
     # The run's own folder is not created again: somebody may have moved it away.
     target = folder / "provenance"
@@ -232,6 +263,15 @@ def _git(
     folder: Path, *words: str, settings: Mapping[str, str] | None = None, text: str = ""
 ) -> str | None:
     """Return git's output for the input `text`, or None if it fails or takes too long."""
+    try:
+        return _git_or_raise(folder, *words, settings=settings, text=text)
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git_or_raise(
+    folder: Path, *words: str, settings: Mapping[str, str] | None = None, text: str = ""
+) -> str:
     # As variables behind those that are set: on a command line, a name may not have a "=".
     first = int(os.environ.get("GIT_CONFIG_COUNT") or 0)
     variables = {
@@ -251,20 +291,21 @@ def _git(
         "GIT_ALLOW_PROTOCOL": "",
     }
     command = ["git", "-c", "core.fsmonitor=false", "--no-pager", *words]
-    given, null = text.encode(), subprocess.DEVNULL
-    try:
-        output = subprocess.check_output(
-            command, cwd=folder, env=environ, timeout=_GIT_SECONDS, input=given, stderr=null
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
+    given, pipe = text.encode(), subprocess.PIPE
+    output = subprocess.check_output(
+        command, cwd=folder, env=environ, timeout=_GIT_SECONDS, input=given, stderr=pipe
+    )
     return output.decode(errors="replace")
 
 
 def _git_facts(project_dir: Path, own: Path | None) -> dict[str, Any]:
-    found = _git(project_dir, "rev-parse", "HEAD", "--show-toplevel", "--abbrev-ref", "HEAD")
-    if found is None:
-        return {}
+    try:
+        words = "rev-parse", "HEAD", "--show-toplevel", "--abbrev-ref", "HEAD"
+        found = _git_or_raise(project_dir, *words)
+    except (OSError, subprocess.SubprocessError) as error:
+        told = (getattr(error, "stderr", None) or b"").decode(errors="replace").splitlines()
+        why = text_without_secrets(told[0] if told else str(error))
+        return {"git_error": why} if _is_in_repository(project_dir) else {}
     commit, top, branch = found.removesuffix("\n").split("\n", 2)
     remote = _git(project_dir, "config", "--get", "remote.origin.url")
     diff, dirty = _diff(Path(top), own)
@@ -280,29 +321,23 @@ def _git_facts(project_dir: Path, own: Path | None) -> dict[str, Any]:
 
 def _diff(folder: Path, own: Path | None) -> tuple[str | None, str]:
     """Return a repository's uncommitted changes and `Provenance.dirty`."""
-    words = ("config", "--show-scope", "--name-only", "--get-regexp", _FILTERS)
-    filters = _git(folder, *words) or ""
-    without_filters = {
-        name: "false" if name.endswith(".required") else ""
-        for scope, _, name in (line.partition("\t") for line in filters.splitlines())
-        if scope in ("local", "worktree")
-    }
-    paths = ["--", ":/"]
-    if own is not None and folder.resolve() in own.resolve().parents:
-        paths.append(f":(exclude,literal){own.resolve().relative_to(folder.resolve())}")
-    changes = _git(folder, "diff", "HEAD", *_DIFF_OPTIONS, *paths, settings=without_filters)
-    untracked = _git(folder, "ls-files", "--others", "--exclude-standard", "--full-name", *paths)
-    if changes == untracked == "":
+    settings = {one: _without_filters(one) for one in _with_submodules(folder)}
+    found = [_changes(one, folder, own, those) for one, those in settings.items()]
+    if all(changes == new == "" for changes, new in found):
         return None, "false"
-    tracked = changes != ""
-    if changes is None:
-        changes = f"# git did not list the changes within {_GIT_SECONDS:g} seconds\n"
+    changes, is_known = (
+        "".join(one or "" for one, _ in found),
+        all(one is not None for one, _ in found),
+    )
+    tracked = bool(changes) or not is_known
+    if not is_known:
+        changes += f"# git did not list the changes within {_GIT_SECONDS:g} seconds\n"
     elif len(changes.encode()) > _MAX_DIFF_BYTES:
         # Whole lines only: half a secret would not be recognised.
         whole = changes.encode()
         kept = whole[: whole.rfind(b"\n", 0, _MAX_DIFF_BYTES) + 1]
         changes = kept.decode(errors="ignore") + "# cut: the diff is larger\n"
-    names = (untracked or "").splitlines()
+    names = [name for _, new in found for name in (new or "").splitlines()]
     lines = [f"# untracked: {name}\n" for name in names[:_MAX_UNTRACKED]]
     if len(names) > _MAX_UNTRACKED:
         lines.append(f"# untracked: {len(names) - _MAX_UNTRACKED} more\n")
@@ -311,8 +346,47 @@ def _diff(folder: Path, own: Path | None) -> tuple[str | None, str]:
         return diff, "untracked"
     # A diff that can be taken back from the changed files restores them.
     check = ("apply", "--check", "--reverse", "--whitespace=nowarn", "-")
-    restores = _git(folder, *check, settings=without_filters, text=diff) is not None
+    restores = is_known and _git(folder, *check, settings=settings[folder], text=diff) is not None
     return diff, "true" if restores else "incomplete"
+
+
+def _with_submodules(folder: Path) -> list[Path]:
+    """Return the folders of a repository and of its submodules that are here."""
+    found = [folder]
+    if (folder / ".gitmodules").is_file():
+        words = ("config", "-z", "--file", ".gitmodules", "--get-regexp", r"^submodule\..*\.path$")
+        listed = (_git(folder, *words) or "").split("\0")
+        below = [folder / pair.partition("\n")[2] for pair in listed if pair]
+        inside = folder.resolve()
+        for one in below:
+            if (one / ".git").exists() and inside in one.resolve().parents:
+                found += _with_submodules(one)
+    return found
+
+
+def _without_filters(folder: Path) -> dict[str, str]:
+    """Return settings that turn off the filters that a repository's own settings name."""
+    words = ("config", "--show-scope", "--name-only", "--get-regexp", _FILTERS)
+    scopes = (line.partition("\t") for line in (_git(folder, *words) or "").splitlines())
+    return {
+        name: "false" if name.endswith(".required") else ""
+        for scope, _, name in scopes
+        if scope in ("local", "worktree")
+    }
+
+
+def _changes(
+    folder: Path, top: Path, own: Path | None, settings: Mapping[str, str]
+) -> tuple[str | None, str | None]:
+    """Return a repository's diff and its new files, with paths from the repository `top`."""
+    below = "" if folder == top else f"{folder.relative_to(top).as_posix()}/"
+    prefixes = f"--src-prefix=a/{below}", f"--dst-prefix=b/{below}"
+    paths = ["--", ":/"]
+    if own is not None and folder.resolve() in own.resolve().parents:
+        paths.append(f":(exclude,literal){own.resolve().relative_to(folder.resolve())}")
+    changes = _git(folder, "diff", "HEAD", *_DIFF_OPTIONS, *prefixes, *paths, settings=settings)
+    new = _git(folder, "ls-files", "--others", "--exclude-standard", "--full-name", *paths)
+    return changes, new and "".join(f"{below}{name}\n" for name in new.splitlines())
 
 
 def _user() -> str:
