@@ -49,7 +49,16 @@ def command() -> NoReturn:
     ignored = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
+    try:
+        sys.stdout.flush()
+    except OSError:  # a full disk, to which Python would write again, and exit with 120
+        _drop_output()
     sys.exit(code)
+
+
+def _drop_output() -> None:
+    """Lead what is left to print to nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of our output has gone, as in `rankzero runs | head`. Python would try to flush
         # the rest into the broken pipe when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return FAILED
     except Exception as error:  # any error is printed in one line
         if "--debug" in words:

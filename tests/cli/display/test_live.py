@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -156,6 +157,22 @@ def test_best_model_is_logged_also_if_the_console_missed_the_end(
     )
     finish(folder, seen=False)
     assert len(logged) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is a full disk of Linux")
+def test_a_full_disk_of_the_commands_output_fails_no_run(rankzero: Command) -> None:
+    words = [sys.executable, "-m", "rankzero", "train", str(TINY), "train.steps=6", "--offline"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            words,
+            cwd=rankzero.folder,
+            env=rankzero.environ,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+            timeout=100,
+        )
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_output_encoding_without_characters_breaks_nothing(rankzero: Command) -> None:

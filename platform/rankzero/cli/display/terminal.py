@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import IO, Any, TextIO, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,7 +22,40 @@ _PIPE_WIDTH = 10_000
 
 def text_console(*, soft_wrap: bool = False) -> Console:
     """Return a console for foreign text: brackets and colons in it are not markup."""
-    return Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)
+    file = cast("IO[str]", _Shown(sys.stdout))
+    return Console(file=file, highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)
+
+
+class _Shown:
+    """A stream whose errors end nothing: its disk is full, or its terminal has been closed.
+
+    A run is worth more than what is shown of it. `BrokenPipeError` is raised as ever.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with _no_error_but_a_broken_pipe():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with _no_error_but_a_broken_pipe():
+            self._stream.flush()
+
+
+@contextlib.contextmanager
+def _no_error_but_a_broken_pipe() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError:
+        pass
 
 
 def table_console() -> Console:
