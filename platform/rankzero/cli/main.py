@@ -38,6 +38,7 @@ RankZero trains PyTorch models, tracked in MLflow. Most people begin with:
 
 def command() -> NoReturn:
     """Run one command and exit with its code."""
+    output.open_closed_streams()
     code = main()
     if "triton" in sys.modules:
         # It takes frozen objects for leaks, and prints thirty lines about them at its end.

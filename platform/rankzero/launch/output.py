@@ -1,6 +1,6 @@
-"""Encodings that lack characters, such as an ASCII locale's, of the output and of paths.
+"""The standard streams: encodings that lack characters, closed ones, and output on a full disk.
 
-And output on a disk that is full.
+Paths in an ASCII locale, too.
 """
 
 from __future__ import annotations
@@ -59,6 +59,19 @@ def drops_what_does_not_fit() -> Iterator[None]:
             with contextlib.suppress(ValueError):  # the user's code may have closed it
                 each.flush()
         sys.stdout, sys.stderr = kept
+
+
+def open_closed_streams() -> None:
+    """Open /dev/null for each standard stream that was closed when this process started.
+
+    Else the next files of this process would have these descriptors, and its children print there.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # The lowest one that is free: the stream's own.
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode))
 
 
 def refuse_paths_in_ascii(words: Sequence[str]) -> None:

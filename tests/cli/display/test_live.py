@@ -21,7 +21,7 @@ from rankzero.run_store.delivery_state import load, path_of
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import delivery_status
 from rankzero.training.checkpoints import best_model
-from support.commands import TINY, Command
+from support.commands import TINY, Command, last_end
 from support.runs import append, ended, make_folder, saved, started, steps
 
 ODD = "val/a[/b]"
@@ -173,6 +173,22 @@ def test_a_full_disk_of_the_commands_output_fails_no_run(rankzero: Command) -> N
             timeout=100,
         )
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_closed_standard_streams_fail_no_command(rankzero: Command) -> None:
+    words = [sys.executable, "-m", "rankzero", "train", str(TINY), "train.steps=6"]
+    words += ["--run-name", "deaf", "--offline"]
+
+    def code_of(closed: str, *command: str) -> int:
+        script = ["sh", "-c", f'exec "$@" {closed}', "sh", *command]
+        where, environ = rankzero.folder, rankzero.environ
+        return subprocess.run(script, cwd=where, env=environ, check=False, timeout=100).returncode
+
+    assert code_of("<&- >&- 2>&-", *words) == 0
+    (run,) = rankzero.runs
+    assert last_end(run).status == "FINISHED"
+    assert code_of(">&-", *words[:3], "ui", "--dir", "nowhere") == 2
+    assert code_of("<&-", *words[:3], "runs") == 0
 
 
 def test_output_encoding_without_characters_breaks_nothing(rankzero: Command) -> None:
