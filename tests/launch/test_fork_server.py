@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+
+from rankzero.errors import UserError
+from rankzero.launch import fork_server
+from rankzero.tuning.trials.describe import Question
+from rankzero.tuning.trials.host_process import LocalHost
+from support.commands import TINY, Command
 
 # Each import of a module and each worker tells its process.
 MODULE = "import os; print(__name__, os.getpid(), flush=True)"
@@ -122,3 +130,27 @@ def test_a_server_that_has_imported_triton_ends_without_its_report() -> None:
     program = "import triton._C.libtriton, rankzero.launch.server_imports_end"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     assert not done.stderr
+
+
+def test_a_temporary_folder_with_a_long_path_fails_no_run_and_no_trial(
+    rankzero: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (long := rankzero.folder / ("x" * 90)).mkdir()
+    rankzero.environ["TMPDIR"] = str(long)
+    words = ("train", TINY, "train.steps=6", "train.workers=1", "--offline")
+    code, output = rankzero(*words, cold=True)
+    assert code == 0 and "FINISHED" in output, output
+    monkeypatch.setenv("TMPDIR", str(long))
+    with contextlib.closing(LocalHost(())) as host:
+        assert host.describe(Question(str(TINY), {}, 1)).name == "Tiny"
+
+
+def test_without_a_short_temporary_folder_the_error_names_tmpdir(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (long := tmp_path / ("x" * 90)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setattr(fork_server.util, "get_temp_dir", lambda: Path("/nowhere").stat())
+    with pytest.raises(UserError, match="too long for the paths of sockets: set TMPDIR to a"):
+        fork_server._fit_sockets()
+    assert tempfile.gettempdir() == str(long)

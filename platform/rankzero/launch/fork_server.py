@@ -17,16 +17,21 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from typing import Any, NoReturn
 
+from rankzero.errors import UserError
 from rankzero.launch.parent_death import COMMAND
+from rankzero.launch.rendezvous import PLACES
 from rankzero.launch.signals import held_back
 
 _FIRST, _LAST = "rankzero.launch.server_imports_begin", "rankzero.launch.server_imports_end"
+# A socket's path has at most 107 bytes, 103 on macOS. multiprocessing adds 32.
+_LONGEST_FOLDER = 70
 
 
 def start(shared: Sequence[str] = (), preload: Sequence[str] = ()) -> None:
@@ -65,6 +70,7 @@ def ensure_running() -> None:
     A scheduler may signal every process of a job. That must not end the server, nor a worker that
     has no signal handlers yet.
     """
+    _fit_sockets()
     # The server takes it out of its environment before a worker is forked.
     os.environ[COMMAND] = str(os.getpid())
     try:
@@ -74,6 +80,28 @@ def ensure_running() -> None:
                 begin()
     finally:
         del os.environ[COMMAND]
+
+
+def _fit_sockets() -> None:
+    """Have multiprocessing make its sockets elsewhere if $TMPDIR is too long for their paths.
+
+    Processes that it starts inherit the folder. Raises UserError.
+    """
+    given, before = tempfile.gettempdir(), tempfile.tempdir
+    if len(os.fsencode(given)) <= _LONGEST_FOLDER:
+        return
+    try:
+        for place in filter(None, PLACES):
+            tempfile.tempdir = place
+            with contextlib.suppress(OSError):
+                util.get_temp_dir()  # which it keeps, and removes at its end
+                return
+    finally:
+        tempfile.tempdir = before
+    raise UserError(
+        f"the temporary folder {given} is too long for the paths of sockets: set TMPDIR to a "
+        f"folder of at most {_LONGEST_FOLDER} bytes"
+    )
 
 
 @contextlib.contextmanager

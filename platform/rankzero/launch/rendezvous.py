@@ -27,7 +27,7 @@ from rankzero.ranks import Ranks
 _LOOPBACK_INTERFACES = ("lo", "lo0")
 _STORE_FOLDER = "RANKZERO_STORE"
 # None is $TMPDIR. The others are on this machine, but a logout may empty the first of them.
-_PLACES = (None, "/dev/shm", "/var/tmp")  # noqa: S108 — the names in them are random
+PLACES = (None, "/dev/shm", "/var/tmp")  # noqa: S108 — the names in them are random
 # More than the addresses of a machine's ranks need.
 _STORE_BYTES = 64 << 10
 
@@ -61,7 +61,7 @@ def limit_silence(endpoint: str, seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def private_folder(places: Sequence[str | None] = _PLACES) -> Iterator[str]:
+def private_folder(places: Sequence[str | None] = PLACES) -> Iterator[str]:
     """Create a folder for the ranks' stores, which only this user may enter; remove it at the end.
 
     Its name is random. It is in the first of `places` that has locks and room. Raises UserError.
