@@ -21,6 +21,7 @@ from rankzero.errors import RunFailed
 from rankzero.events import RunEnded
 from rankzero.launch import agent
 from rankzero.run_store import delivery_state as state
+from rankzero.run_store import disk
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import delivery_status
 from rankzero.training.checkpoints import best_model
@@ -142,6 +143,26 @@ def test_delivery_problems_are_printed_with_what_mlflow_lacks(
         f"--dir {folder.path.parent.parent}"
     )
     assert sum("ConnectionError" in line for line in told) == 1
+
+
+def test_a_run_on_a_full_disk_is_not_promised(
+    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0.1")
+    lost = make_folder(tmp_path / "lost")
+    without_an_end: list[str] = []
+    delivery_notes.wait(lost, without_an_end.append)
+    assert "The end of the run is not on this disk. To deliver the rest: " in without_an_end[-1]
+    monkeypatch.setattr(disk, "is_full", lambda at: True)
+    told = finish(folder)[-1]
+    assert "Make room, then: rankzero sync" in told and "Nothing is lost" not in told
+    plan = launch_run.LaunchPlan(
+        lost, experiment_file.load(str(TINY))(), agent.Topology(1), lost.path.parent
+    )
+    for reason in ("rank 0 was killed", ""):
+        result = agent.LaunchResult("FAILED", reason)
+        with pytest.raises(RunFailed, match=rf"\({reason}.*the disk of {lost.path} is full\)"):
+            launch_run._report(plan, result, Told(None))  # type: ignore[arg-type]
 
 
 def test_wait_for_the_delivery_that_was_asked_for_decides_the_exit_code(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,3 +66,9 @@ def test_a_synced_piece_keeps_its_content_and_a_disk_without_pieces_is_passed_ov
     assert file.read_bytes() == content
     disk.sync(tmp_path, range(2 << 20))
     disk.sync(Path("/dev/null"), range(2 << 20))
+
+
+def test_a_full_disk_has_a_size_and_no_room(tmp_path: Path) -> None:
+    assert disk.is_full(tmp_path, lambda at: SimpleNamespace(total=1 << 40, free=4096))
+    assert not disk.is_full(tmp_path, lambda at: SimpleNamespace(total=0, free=0))
+    assert not disk.is_full(tmp_path) and not disk.is_full(tmp_path / "gone")

@@ -27,7 +27,7 @@ from rankzero.launch.request import OUT_OF_MEMORY, request_for, write_config
 from rankzero.launch.signals import SignalForwarder
 from rankzero.mlflow_store.patience import patience
 from rankzero.redaction.text import NOTIFY
-from rankzero.run_store import provenance
+from rankzero.run_store import disk, provenance
 from rankzero.run_store.folder import RunFolder
 from rankzero.telemetry.host import core_count
 from rankzero.tracking import delivery_status, notification
@@ -231,8 +231,10 @@ def _logs_model(plan: LaunchPlan) -> bool:
 def _report(plan: LaunchPlan, result: agent.LaunchResult, console: Console) -> int:
     ended = lookup.last_end(plan.folder)
     if ended is None:
-        why = f" ({result.reason})" if result.reason else ""
-        logs = plan.folder.path / "logs"
+        path = plan.folder.path
+        full = f"the disk of {path} is full" if disk.is_full(path) else ""
+        reasons = "; ".join(filter(None, (result.reason, full)))
+        why, logs = f" ({reasons})" if reasons else "", path / "logs"
         raise RunFailed(f"the run ended without a record of it{why}; see {logs}")
     console.result(ended)
     if ended.status == "FINISHED" and result.status == "FAILED":

@@ -1,14 +1,15 @@
-"""Ask the disk to keep what was written, so that a power loss does not take it away."""
+"""Ask the disk to keep what was written, against a loss of power, and whether it is full."""
 
 from __future__ import annotations
 
 import errno
 import mmap
 import os
+import shutil
 import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 # The disk has failed or is full, so what was written may be lost.
 _LOSSES = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
@@ -61,6 +62,16 @@ def sync_all(files: Iterable[Path], top: Path, confirm: Callable[[Path], None] =
                 lost = lost or error
     if lost is not None:
         raise lost
+
+
+def is_full(folder: Path, usage: Callable[[Path], Any] = shutil.disk_usage) -> bool:
+    """Return whether a folder's disk has less than a MiB left."""
+    try:
+        found = usage(folder)
+    except OSError:
+        return False
+    # Some FUSE disks do not tell their size.
+    return bool(found.total and found.free < 1 << 20)
 
 
 def _sync_piece(path: Path, piece: range) -> None:

@@ -138,6 +138,7 @@ def test_last_checkpoint_is_written_again_after_the_disk_was_full(
     checkpoints.save({"weights": torch.zeros(3)}, 1, {}, False)
     assert checkpoints.finish() and not checkpoints.failure
     checkpoints._error = full.value
+    assert str(checkpoints.failure).endswith(": no space left, or the disk refuses writes")
     (event,) = checkpoints.close(patience_seconds=20.0)
     assert isinstance(event, CheckpointSaved) and checkpoints.failure is None
 

@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rankzero.catalog import command_lines
+from rankzero.catalog import command_lines, lookup
 from rankzero.cli.display.terminal import print_line
 from rankzero.errors import FINISHED, NOT_DELIVERED
 from rankzero.mlflow_store.patience import patience
 from rankzero.reporting.delivery_problems import UNDELIVERED
+from rankzero.run_store import disk, run_locks
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import delivery_status, notification
 
@@ -34,9 +35,20 @@ def wait(
         lacking = ", ".join([*delivery.lacks, *also])
         notice(
             f"not everything is in MLflow yet ({why}){lacking and f'; it lacks {lacking}'}. "
-            f"Nothing is lost on this disk: {_sync(folder)}"
+            f"{_kept(folder)}: {_sync(folder)}"
         )
     return delivery.done
+
+
+def _kept(folder: RunFolder) -> str:
+    """Return what to know before a run is synced."""
+    if disk.is_full(folder.path):
+        return "The disk is full, and the end of the run may be lost. Make room, then"
+    # A study's end comes from its leader, which may still work.
+    is_open = folder.is_elsewhere or run_locks.writer_lives(folder)
+    if lookup.last_end(folder) is None and not is_open:
+        return "The end of the run is not on this disk. To deliver the rest"
+    return "Nothing is lost on this disk"
 
 
 def print_delivery(

@@ -162,7 +162,10 @@ class Checkpoints:
         """Why the newest checkpoint is not on the disk, or None if it is."""
         if self._error is None:
             return None
-        return f"the checkpoint of step {self._last[1]} could not be written: {self._error}"
+        # PyTorch's text of a full disk is about a C++ source and positions in the file.
+        is_torchs = isinstance(self._error, RuntimeError) and _is_of_the_disk(self._error)
+        why = "no space left, or the disk refuses writes" if is_torchs else self._error
+        return f"the checkpoint of step {self._last[1]} could not be written: {why}"
 
     def _result(self) -> list[Event]:
         pending, self._pending, self._error = self._pending, None, None
