@@ -232,6 +232,20 @@ def test_a_second_copy_sends_the_figures_of_the_new_attempt_alone() -> None:
         assert [one.step for one in points(found)] == sent
 
 
+def test_the_end_of_a_killed_rank_has_the_best_value_of_the_evaluations() -> None:
+    _, state = translate([started(), evaluated(10, 0.5)], DeliveryState())
+    for _ in range(2):  # a replay sends the same point
+        found, after = ending(ended("FAILED"), state)
+        assert [(one.key, one.step, one.value) for one in points(found)] == [
+            ("whole_run/best", 0, 0.5)
+        ]
+    _, state = translate([started(2)], after)
+    found, _ = ending(ended(metrics={"best": 0.6}), state)
+    assert [(one.step, one.value) for one in points(found)] == [(1, 0.6)]
+    _, state = translate([started()], DeliveryState())
+    assert not points(ending(ended("FAILED"), state)[0]), "nothing was evaluated"
+
+
 def test_a_short_attempt_takes_back_the_interval_of_an_earlier_speed() -> None:
     speed, interval = "samples_per_second", "samples_per_second_half_width"
     _, state = translate([started()], DeliveryState())

@@ -272,7 +272,9 @@ class _Draft:
         # MLflow shows a single point at step 0 as a bar, which compares runs, and a later attempt's
         # point follows it.
         step = max(0, self._curves.attempt - 1 + self._curves.attempt_offset)
-        for key, value in event.metrics.items():
+        # A killed rank 0 wrote no metrics, and the evaluations have the best value.
+        known = {} if self._curves.best is None else {"best": self._curves.best}
+        for key, value in {**known, **event.metrics}.items():
             if key != "best" and self._names.get(key) in self._marks:
                 continue
             if "/" not in key:
