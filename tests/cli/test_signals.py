@@ -334,8 +334,9 @@ def test_signal_during_the_delivery_ends_the_wait_with_the_same_exit_code(
     assert "rankzero sync late" in output
 
 
-@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 0), ("SIGINT", 3), ("SIGHUP", 0)])
 def test_interrupt_while_the_ui_starts_ends_it_quietly(
+    number: str,
     code: int,
     tmp_path: Path,
     empty_database: Path,
@@ -345,9 +346,14 @@ def test_interrupt_while_the_ui_starts_ends_it_quietly(
     copied(empty_database, tmp_path)
     # A server that ends with the terminal's Ctrl-C, before it answers. It has none of our imports.
     program = (
-        "import os, signal, sys, time; time.sleep(1); os.kill(os.getppid(), signal.SIGINT); "
+        f"import os, signal, sys, time; time.sleep(1); os.kill(os.getppid(), signal.{number}); "
         f"sys.exit({code})"
     )
     monkeypatch.setattr(server, "command", lambda *_: [sys.executable, "-ISc", program])
-    assert main(["ui", "--port", str(free_port()), "--no-open", "--dir", str(tmp_path)]) == 0
+    # As in a terminal, also where these tests run under nohup.
+    before = signal.signal(signal.SIGHUP, lambda *_: None)
+    try:
+        assert main(["ui", "--port", str(free_port()), "--no-open", "--dir", str(tmp_path)]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert "".join(capfd.readouterr()) == ""

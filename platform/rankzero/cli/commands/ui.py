@@ -22,6 +22,7 @@ from types import FrameType
 from rankzero.catalog import command_lines, lookup
 from rankzero.catalog.summary import Summary
 from rankzero.errors import RunFailed, UserError
+from rankzero.launch.signals import handled_signals
 from rankzero.mlflow_store import saved_view, server, uris
 from rankzero.run_store import delivery_state as delivery
 from rankzero.run_store.folder import write_atomically
@@ -207,7 +208,7 @@ def _save_views(tracking_uri: str, runs: Sequence[Summary]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _ends_with_us(process: subprocess.Popen[bytes]) -> Iterator[threading.Event]:
-    """Stop the server when this process is; yield whether it was, by SIGINT or SIGTERM."""
+    """Stop the server when this process is; yield whether it was, by a signal."""
     stopping = threading.Event()
 
     def end(_number: int, _frame: FrameType | None) -> None:
@@ -215,7 +216,8 @@ def _ends_with_us(process: subprocess.Popen[bytes]) -> Iterator[threading.Event]
         process.terminate()
 
     # Without a handler SIGTERM would end this process and leave the server running.
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = signal.SIGTERM, signal.SIGINT, *handled_signals([signal.SIGHUP])
+    before = {number: signal.signal(number, end) for number in numbers}
     try:
         yield stopping
     finally:
