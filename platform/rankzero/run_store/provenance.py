@@ -233,7 +233,7 @@ def _note_once(text: str) -> None:
 def _code_folder(experiment_file: str | None) -> Path:
     """Return the folder of the user's code: the experiment's file, or else this program's script.
 
-    A command of an installed package, and a script in no repository, tell nothing about the code.
+    A command of an installed package, or a script in no repository, does not show where it is.
     """
     if experiment_file:
         return Path(re.sub(r"\.py:\w+$", ".py", experiment_file)).resolve().parent
