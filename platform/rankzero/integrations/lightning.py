@@ -122,7 +122,7 @@ class RankZeroLogger(Logger):
         assert self.trainer is not None
         loop = self.trainer.fit_loop.epoch_loop
         progress = loop.batch_progress.current
-        return progress.ready > progress.completed and step == loop._batches_that_stepped
+        return bool(progress.ready > progress.completed and step == loop._batches_that_stepped)
 
     def logs_loss(self, trainer: Trainer) -> bool:
         """Return whether the module logs a ``train/loss`` of its own, as a mean over the ranks."""
