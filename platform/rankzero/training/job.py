@@ -77,6 +77,8 @@ class TrainingContext:
     frozen_parts: FrozenParts
     beat: Callable[..., None] = lambda *_: None
     """Reports progress to the watchdog: ``Watchdog.beat``."""
+    suspended: Callable[[], float] = lambda: 0.0
+    """Returns ``Watchdog.suspended_seconds``."""
     expect_slow_step: Callable[[], None] = lambda: None
     """Announces to the watchdog a step that compiles the model and starts data loaders."""
     model_randoms: Tensor | None = None

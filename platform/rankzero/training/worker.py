@@ -172,6 +172,7 @@ def _train(
     job = dataclasses.replace(
         job,
         beat=watchdog.beat,
+        suspended=watchdog.suspended_seconds,
         expect_slow_step=watchdog.expect_slow_step,
         image_capture=_image_capture(job, log),
         mean_check=_mean_check(job, log),

@@ -146,7 +146,10 @@ def test_suspended_time_does_not_count(tmp_path: Path) -> None:
             go_on = subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(0.2)  # the step that was under way
+            assert 2 < watchdog.suspended_seconds() < 20, "at once"
             go_on.wait()
+            time.sleep(0.2)
+            assert 2 < watchdog.suspended_seconds() < 20, "once"
         """,
     )
     assert code == 0 and failure is None

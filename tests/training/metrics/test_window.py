@@ -1,5 +1,6 @@
 """Means, ratios, windows, throughput."""
 
+import dataclasses
 import math
 import pickle
 import re
@@ -10,6 +11,7 @@ import scipy.stats
 import torch
 
 from rankzero.errors import UserError
+from rankzero.events import Noticed
 from rankzero.ranks import Ranks
 from rankzero.ratio import Ratio
 from rankzero.training.build import build
@@ -173,6 +175,28 @@ def test_throughput_is_missing_before_the_first_window_after_the_warm_up() -> No
     assert not {"samples_per_second", "samples_per_second_half_width"} & figures(1.0, 1.0).keys()
     assert figures(1.0, 1.0, 2.0)["samples_per_second"] == 50.0
     assert "samples_per_second_half_width" not in figures(1.0, 1.0, 2.0)
+
+
+def test_a_suspended_window_is_no_speed_and_one_notice() -> None:
+    now, suspended = 0.0, 0.0
+    world = World(Ranks(), torch.device("cpu"), lambda: now)
+    job, state = build(tiny(train__log_every=2), world)
+    job = dataclasses.replace(job, suspended=lambda: suspended)
+    totals = RunTotals()
+    reporter, notices = Reporter(job, state, totals), list[str]()
+    # An evaluation before a window may be suspended, too. A speed is of two steps here.
+    for before, inside in [(0, 0)] * 6 + [(0, 60), (0, 0), (60, 0)] + [(0, 0)] * 3:
+        now, suspended = now + before, suspended + before
+        reporter.start_window()
+        reporter.add({"loss": torch.tensor(1.0)}, 0.0)
+        now, suspended = now + 1 + inside, suspended + inside
+        state.step += 1
+        _, events = reporter.report(StopCode.NONE, actions_due=False)
+        notices += [event.text for event in events if isinstance(event, Noticed)]
+    assert notices == ["the job stood still for at least 60 s: samples/s leaves that out"]
+    found = totals.summary()
+    assert found["samples_per_second"] == 32 and found["samples_per_second_half_width"] == 0
+    assert found["train_seconds"] == 12 + 60
 
 
 def window_of_two(forwards: list[float], data_waits: list[float]) -> WindowStats:

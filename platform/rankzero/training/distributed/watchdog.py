@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import math
 import os
 import signal
 import sys
@@ -28,6 +29,8 @@ from rankzero.training.distributed import world
 from rankzero.training.metrics import window
 
 CHECKS = 20  # per limit
+# The longest time between two checks: a shorter stop of the whole process is not noticed.
+MOST_BETWEEN = 10.0
 # The first step compiles the model and starts data loaders, so it may take this many times as long.
 FIRST_STEP_FACTOR = 6.0
 # A rank that waits for others gets this many times as long. So the rank that hangs ends first.
@@ -85,6 +88,9 @@ class Watchdog:
         self._last, self._beats = time.monotonic(), 0
         self._phase, self._waits_for = SETTING_UP, ""
         self._over = threading.Event()
+        self._interval = min((self._limit or 0.0) / CHECKS, MOST_BETWEEN)
+        # The time of the last check, and the seconds of stops until then. Two threads read it.
+        self._looked = math.inf, 0.0
 
     def beat(self, waits_for: str = "") -> None:
         """Report progress. Costs a tenth of a microsecond.
@@ -98,6 +104,12 @@ class Watchdog:
     def expect_slow_step(self) -> None:
         """Allow the next step as long as the first."""
         self._last, self._beats = time.monotonic(), 0
+
+    def suspended_seconds(self) -> float:
+        """Return for how long Ctrl-Z, a scheduler or the like has stopped this whole process."""
+        looked, before = self._looked
+        late = time.monotonic() - looked - self._interval
+        return before + late if late > self._interval else before
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -132,17 +144,15 @@ class Watchdog:
         self._phase = phase
 
     def _watch(self, limit: float) -> None:
-        interval = limit / CHECKS
         # When the rank was last seen to wait. If a peer's death releases it, it has not hung since
         # its last beat, but only since then.
         waited_until = 0.0
-        looked = time.monotonic()
-        while not self._over.wait(interval):
-            # Time in which the whole process was stopped, by Ctrl-Z or a scheduler, does not count.
-            suspended = time.monotonic() - looked - interval
-            if suspended > interval:
-                self._last, waited_until = self._last + suspended, waited_until + suspended
-            looked = time.monotonic()
+        self._looked = time.monotonic(), 0.0
+        while not self._over.wait(self._interval):
+            # Time in which the whole process was stopped does not count.
+            before, after = self._looked[1], self.suspended_seconds()
+            self._last, waited_until = self._last + after - before, waited_until + after - before
+            self._looked = time.monotonic(), after
             phase = self._phase
             last, now = self._last, time.monotonic()
             allowed = limit

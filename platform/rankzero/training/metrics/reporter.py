@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rankzero.events import StepsLogged
+from rankzero.events import Event, Noticed, StepsLogged
 from rankzero.metric_names import DATA_WAIT, SPEED, STEP_SECONDS
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.metrics.derived import derived_columns
@@ -46,11 +46,14 @@ class Reporter:
         # The first window is one step: nobody knows yet how long a step takes.
         self._interval = 1
         self._unreported_speed: WindowStats | None = None
+        # Seconds: of the process until this window, and of the windows since the last speed.
+        self._suspended_before = self._suspended = 0.0
 
     def start_window(self) -> None:
         """Start the clock of the next window. An evaluation before it does not count."""
         self._times: list[float] = []
         self._data_wait, self._start = 0.0, self._job.world.now()
+        self._suspended_before = self._job.suspended()
 
     def add(self, metrics: Mapping[str, Tensor], data_wait: float) -> None:
         """Add one step's metrics, which stay on the device, and its seconds of waiting for data."""
@@ -80,9 +83,7 @@ class Reporter:
         """Whether the window has as many steps as fit into about a second."""
         return len(self._times) >= self._interval
 
-    def report(
-        self, stop_code: StopCode, *, actions_due: bool
-    ) -> tuple[WindowStats, list[StepsLogged]]:
+    def report(self, stop_code: StopCode, *, actions_due: bool) -> tuple[WindowStats, list[Event]]:
         """Return what every rank knows of the window now, and the events to emit. Collective.
 
         `stop_code`: this rank's. `actions_due`: an evaluation or a checkpoint follows, whose time
@@ -90,12 +91,13 @@ class Reporter:
         """
         job, state = self._job, self._state
         window = self._reduced(stop_code)
+        self._suspended += job.suspended() - self._suspended_before
         self._columns = {name: [] for name in self._columns}
         steps = range(state.step - window.steps + 1, state.step + 1)
         derived = derived_columns(job.experiment, window.values, window.quotients)
         values = {**window.values, **derived}
         columns = {f"train/{name}": column for name, column in values.items()}
-        events = [StepsLogged(list(steps), self._times, columns)]
+        events: list[Event] = [StepsLogged(list(steps), self._times, columns)]
 
         # Values are reported with each window, the speed once a `log_every`, as a mean over
         # windows.
@@ -109,7 +111,11 @@ class Reporter:
         else:
             samples = job.batch_order.samples_of(state.step, speed.steps)
             rates = job.work_meter.rates(speed.tokens, speed.seconds)
-            self._totals.add(speed, samples, rates)
+            if seconds := self._suspended:
+                text = f"the job stood still for at least {seconds:.0f} s: samples/s leaves that out"
+                events.append(Noticed(time.time(), text))
+            self._totals.add(speed, samples, rates, was_suspended=seconds > 0)
+            self._suspended = 0.0
             events.append(self._speed_event(speed, samples, rates))
             self._unreported_speed, steps_left = None, log_every or LONGEST_WINDOW
         # A window is short even if `log_every` is large: the ranks learn of a request to stop only

@@ -39,12 +39,20 @@ class RunTotals:
     last_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def add(
-        self, window: WindowStats, samples: int, rates: Mapping[str, float] | None = None
+        self,
+        window: WindowStats,
+        samples: int,
+        rates: Mapping[str, float] | None = None,
+        *,
+        was_suspended: bool = False,
     ) -> None:
-        """Add one window, or several as one, the samples of its steps, and its other rates."""
+        """Add one window, or several as one, the samples of its steps, and its other rates.
+
+        `was_suspended`: its time says nothing of the speed.
+        """
         # Sums, and no list of windows: a run may last for months.
-        self.windows += 1
-        if self.windows > WARM_UP_WINDOWS and window.seconds > 0:
+        self.windows += not was_suspended
+        if self.windows > WARM_UP_WINDOWS and window.seconds > 0 and not was_suspended:
             self.steady.add(samples / window.seconds)
             self.steady_samples += samples
             self.steady_seconds += window.seconds
