@@ -112,7 +112,7 @@ class Reporter:
             samples = job.batch_order.samples_of(state.step, speed.steps)
             rates = job.work_meter.rates(speed.tokens, speed.seconds)
             if seconds := self._suspended:
-                text = f"the job stood still for at least {seconds:.0f} s: samples/s leaves that out"
+                text = f"the job stood still for {seconds:.0f} s or more: samples/s leaves it out"
                 events.append(Noticed(time.time(), text))
             self._totals.add(speed, samples, rates, was_suspended=seconds > 0)
             self._suspended = 0.0
