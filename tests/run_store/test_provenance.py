@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import io
 import itertools
 import json
 import os
@@ -52,6 +54,13 @@ def repository(tmp_path: Path) -> Path:
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-q", "-m", "first")
     return tmp_path
+
+
+class Full(io.StringIO):
+    """A stream on a full disk."""
+
+    def write(self, _: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def found_in(folder: Path) -> Provenance:
@@ -319,10 +328,15 @@ def test_the_code_is_where_the_experiments_file_is(
 
 
 def test_a_repository_that_git_refuses_is_noted_once(
-    repository: Path, capsys: pytest.CaptureFixture[str]
+    repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     artifacts = RunFolder.create(repository / "mlruns" / "runs", DIGITS).artifacts
     (repository / ".git" / "config").write_text("[broken\n")
+    provenance._note_once.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", Full())
+        record(artifacts, [], str(repository / "a.py"))  # ends no run
+    provenance._note_once.cache_clear()
     for _ in range(2):
         record(artifacts, [], str(repository / "a.py"))
     printed = capsys.readouterr().err

@@ -227,7 +227,8 @@ def allowed(environ: Mapping[str, str]) -> dict[str, str]:
 
 @functools.cache  # not for each run of a repeat
 def _note_once(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a full disk under the output must not end a run
+        print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def _code_folder(experiment_file: str | None) -> Path:
