@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import inspect
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self, dataclass_transform
 
@@ -34,7 +35,8 @@ def _require_all(
     """Raise ValueError if one of these settings is no number or below its bound. None passes."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and not isinstance(value, (int, float)):
+        is_number = value is None or isinstance(value, numbers.Real)  # or one of NumPy's
+        if not is_number:
             raise ValueError(f"{name}: must be a number, got {value!r}")
         if value is not None and value < at_least:
             raise ValueError(f"{name}: must be at least {at_least}, got {value}")

@@ -293,7 +293,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         words.extend(new)
 
     monkeypatch.setattr(commands, "_call", call)
-    monkeypatch.setattr("rankzero.api.results.run", lambda name, *, dir: name)
+    monkeypatch.setattr("rankzero.api.results.Run", lambda folder: folder.path.name)
     monkeypatch.syspath_prepend(TINY.parent)
     return words
 
@@ -331,7 +331,7 @@ def test_replaced_output_is_no_terminal(
 ) -> None:
     shown: list[bool] = []
     monkeypatch.setattr(commands, "_call", lambda words, *, showing: shown.append(showing))
-    monkeypatch.setattr("rankzero.api.results.run", lambda name, *, dir: name)
+    monkeypatch.setattr("rankzero.api.results.Run", lambda folder: folder.path.name)
     monkeypatch.syspath_prepend(TINY.parent)
     from tiny import Tiny
 

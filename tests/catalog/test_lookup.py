@@ -94,6 +94,13 @@ def test_a_resumed_run_has_the_settings_and_the_goal_of_its_newest_attempt(tmp_p
     found = summary.read_summary(folder)
     assert (found.started, found.goal, found.best, found.data) == (T0, "val/loss", None, "new")
     assert (found.params["lr"], found.tags) == ("0.2", {"team": "a"})
+    append(folder, dataclasses.replace(again, environment={}), ended("FAILED"))
+    assert summary.read_summary(folder).data == "new", "an attempt that failed in data()"
+    curves = delivery_state.Curves(best=0.3, goal="val/loss")
+    state = delivery_state.DeliveryState(curves=curves)
+    delivery_state.save(delivery_state.path_of(folder, 0), state)
+    assert summary.read_summary(folder).best == 0.3
+    delivery_state.path_of(folder, 0).unlink()
     # Beyond the end that a list reads, and more than one attempt ago.
     many = (steps(n, n) for n in range(20, 9000))
     third = dataclasses.replace(again, attempt=3)
@@ -403,4 +410,6 @@ def test_a_name_that_is_shown_for_another_run_is_refused(
         assert "give the MLflow run id, a or b," in capsys.readouterr().err
     found = {word: lookup.require(runs, word).path.name for word in ("a", "b", "mon-bad", "wed")}
     assert found == {"a": "mon", "b": "tue", "mon-bad": "mon", "wed": "wed"}
+    # A scheduler repeats `resume mon`, and means the folder.
+    assert (found_here := lookup.find(runs, "mon")) and found_here.path.name == "mon"
     assert lookup.require(runs, "tue").path.name == "tue"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rankzero.config import (
     ConfigError,
+    checked,
     flatten,
     from_yaml,
     override,
@@ -155,13 +156,13 @@ def test_wrong_value_is_reported_with_its_key(key: str, value: str, says: str) -
 )
 def test_wrong_value_of_the_file_is_reported_too(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        override(Outer(**wrong), {"name": "y"})
+        checked(Outer(**wrong))
     assert says in str(raised.value)
 
 
 def test_value_of_the_file_is_read_as_its_type_and_else_left_alone() -> None:
     wrong: dict[str, Any] = {"width": "7", "inner": Inner(rate=1), "sizes": [1]}
-    after = override(Outer(**wrong), {})
+    after = checked(Outer(**wrong))
     assert (after.width, after.sizes) == (7, (1,))
     assert render(after.inner.rate) == "1"
 

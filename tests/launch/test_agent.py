@@ -6,6 +6,8 @@ import datetime
 import json
 import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -15,7 +17,12 @@ from rankzero.launch import agent, rendezvous
 from rankzero.launch.signals import SignalForwarder
 from rankzero.ranks import Ranks
 from support import second_user
-from support.returning import fail_without_words, killed, meet, print_on_a_full_disk
+from support.returning import (
+    fail_without_words,
+    killed,
+    meet,
+    print_on_a_full_disk,
+)
 
 
 def test_rank_that_fails_on_a_full_disk_fails_the_launch(
@@ -39,6 +46,27 @@ def test_print_on_a_full_disk_ends_no_rank(tmp_path: Path) -> None:
     assert result == agent.LaunchResult("printed")
     logs = agent.log_files(tmp_path / "logs", 0)
     assert [path.read_text() for path in logs] == ["before ü\nafter"] * 2
+
+
+def test_unbuffered_rank_that_dies_leaves_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The server of ranks, which has the variable, must be one of this test's own.
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    code = (
+        "from pathlib import Path\n"
+        "from rankzero.launch import agent\n"
+        "from rankzero.launch.signals import SignalForwarder\n"
+        "from support.returning import die_after_a_print\n"
+        "if __name__ == '__main__':\n"
+        "    with SignalForwarder() as signals:\n"
+        "        agent.run(agent.Topology(1), die_after_a_print, None, Path('logs'), signals)\n"
+    )
+    (tmp_path / "launch.py").write_text(code)
+    subprocess.run([sys.executable, "launch.py"], cwd=tmp_path, check=True)
+    logs = agent.log_files(tmp_path / "logs", 0)
+    assert ["last words\n" in path.read_text() for path in logs] == [True, True]
 
 
 def test_killed_rank_is_reported_with_its_signal(tmp_path: Path) -> None:

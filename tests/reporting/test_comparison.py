@@ -135,7 +135,7 @@ def test_the_commands_that_repeat_a_run() -> None:
     changed = dataclasses.replace(again, step=52)  # type: ignore[type-var]
     assert commands(begun(train), ended("KILLED"), changed) == [
         "rankzero train x.py lr=1 'name=a b' --name mine-again",
-        "# the attempt before stopped at step 52: the command above does not stop there",
+        "# this attempt continued from step 52; the command above trains past it",
         "rankzero resume mine-again train.epochs=8",
     ]
     assert commands(begun(train), ended(), changed) == commands(begun(train), ended(), again)

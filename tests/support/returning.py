@@ -57,6 +57,13 @@ def print_on_a_full_disk(_request: object) -> str:
     return "printed"
 
 
+def die_after_a_print(_request: object) -> str:
+    """Print to both streams, and end as by a signal."""
+    for stream in (sys.stdout, sys.stderr):
+        print("last words", file=stream)
+    os._exit(9)
+
+
 def fail_once(folder: str) -> str:
     """Write this process's id; local rank 0 fails at the first start."""
     pids = Path(folder) / "pids"

@@ -145,6 +145,14 @@ def test_the_best_goal_value_becomes_a_tag_once_a_chunk() -> None:
     assert [item for item in found if isinstance(item, Tags)] == [Tags({"rankzero.best": "0.4"})]
 
 
+def test_the_best_value_of_another_goal_is_forgotten() -> None:
+    _, state = translate([started(), evaluated(1, 0.3)], DeliveryState())
+    assert state.curves.best == 0.3
+    _, same = translate([started(2)], state)
+    _, other = translate([started(2, **{"goal.metric": "val/loss"})], state)
+    assert (same.curves.best, other.curves.best) == (0.3, None)
+
+
 def test_samples_go_on_where_another_machine_stopped() -> None:
     state = DeliveryState(curves=Curves(sample_offset=7))
     event = SystemSampled(T0, 0, {"system/cpu_utilization_percentage": 50.0})

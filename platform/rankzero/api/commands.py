@@ -204,7 +204,8 @@ def _run(verb: str, experiment: Experiment, run_name: str | None, **options: Any
         # The command draws on the real terminal, and not on what a program put in its place.
         shown = sys.stdout is not None and sys.stdout is sys.__stdout__
         _call(words, showing=shown and sys.stdout.isatty())
-    return results.run(name, dir=options["dir"])
+    # Somebody may have given another run this name in MLflow meanwhile.
+    return results.Run(RunFolder(runs / name))
 
 
 def _varied(over: Mapping[str, Iterable[Any]]) -> list[str]:

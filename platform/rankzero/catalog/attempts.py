@@ -71,7 +71,8 @@ def _begin(found: Attempts, start: RunStarted) -> None:
     before = found.goal
     found.params = params_after(found.params, start)
     found.tags |= tags_of_user(start.environment)
-    found.data = start.environment.get(_TRAINING_DATA)
+    # An attempt that failed in `data` describes none.
+    found.data = start.environment.get(_TRAINING_DATA, found.data)
     found.first, found.newest = found.first or start, start
     if found.of_goal is None or found.goal != before:
         found.of_goal = start

@@ -29,19 +29,25 @@ def folders(runs: Path) -> list[RunFolder]:
 
 
 def find(
-    runs: Path, name_or_id: str, *, among_deleted: bool = False, ids: Sequence[str] = ()
+    runs: Path,
+    name_or_id: str,
+    *,
+    among_deleted: bool = False,
+    ids: Sequence[str] = (),
+    strict: bool = False,
 ) -> RunFolder | None:
     """Return the folder of the run with this name or MLflow run id, or None without one.
 
     The name may be the folder's, or the one that a user gave the run in the embedded store. Raises
-    UserError if several runs have that name there, if it is the folder's name of another run, or if
-    the run is deleted, and InvalidRunFolder if a link leads out of the folder. With
-    `among_deleted`, the run must be deleted. `ids`: those of the runs that have the name on a
-    server.
+    UserError if several runs have that name there or if the run is deleted, and InvalidRunFolder if
+    a link leads out of the folder. With `among_deleted`, the run must be deleted. `ids`: those of
+    the runs that have the name on a server. `strict`: a folder's name must not be another run's
+    there. Not for commands that a scheduler repeats, which name the folder that they made.
     """
     if names.is_plain(name_or_id) and (runs / name_or_id / _IDENTITY).exists():
         same = [RunFolder(runs / name_or_id)]
-        _refuse_another(same[0], among_deleted)
+        if strict:
+            _refuse_another(same[0], among_deleted)
     else:
         known = listed(runs, among_deleted=among_deleted)
         # A copy of a folder has the same id: the newer one is used.
@@ -82,7 +88,7 @@ def _refuse_another(folder: RunFolder, among_deleted: bool) -> None:
 
 def require(runs: Path, name_or_id: str, *, among_deleted: bool = False) -> RunFolder:
     """Return the run's folder. Raises UserError with the newest runs' names without one."""
-    found = find(runs, name_or_id, among_deleted=among_deleted)
+    found = find(runs, name_or_id, among_deleted=among_deleted, strict=True)
     if found is None:
         newest = [run.name for run in listed(runs, among_deleted=among_deleted)[:3]]
         known = f"the newest are {', '.join(newest)}" if newest else f"there are no runs in {runs}"

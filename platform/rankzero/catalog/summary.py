@@ -184,7 +184,7 @@ def read_summary(folder: RunFolder) -> Summary:
         started=started,
         seconds=begun.seconds_before + max([0.0, *(time_of(one) - since for one in events[-1:])]),
         goal=begun.goal[0],
-        best=_best_of(events, begun, delivery.curves.best),
+        best=_best_of(events, begun, delivery.curves),
         samples_per_second=number(results.get("samples_per_second", metrics.get(SPEED))),
         undelivered=bool(delivery.queue.awaited)
         or delivery_state.unread_bytes(folder, offsets) > 0
@@ -285,16 +285,18 @@ def _newest_values(events: Iterable[Event]) -> dict[str, float]:
     return numbers(found)
 
 
-def _best_of(events: list[Event], begun: Attempts, delivered: float | None) -> float | None:
+def _best_of(
+    events: list[Event], begun: Attempts, delivered: delivery_state.Curves
+) -> float | None:
     """Return the goal's best value in the evaluations, or as an end has it, or None without one.
 
-    `delivered`: the best one in MLflow. An attempt that failed may be all that `events` reach back.
+    `delivered`: what MLflow has. An attempt that failed may be all that `events` reach back.
     """
     metric, mode = begun.goal
-    judge, best = Goal(mode="max" if mode == "max" else "min"), delivered
+    judge, best = Goal(mode="max" if mode == "max" else "min"), delivered.best
     if begun.of_goal is not begun.first:
         # Values before that are of another metric, as may be the delivered one.
-        best = None
+        best = best if delivered.goal == metric else None
         events = events[events.index(begun.of_goal) :] if begun.of_goal in events else events
     for event in events:
         if isinstance(event, RunEnded):

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from rankzero import __version__
 from rankzero.cli.verbs import FOR_CLUSTERS, TRAINING_VERBS, VERBS
-from rankzero.errors import FAILED, USAGE, UserError
+from rankzero.errors import FAILED, FINISHED, USAGE, UserError
 from rankzero.launch import output
 from rankzero.mlflow_store.patience import A_DAY, WAIT
 from rankzero.run_store.location import root_of
@@ -54,6 +54,8 @@ def command() -> NoReturn:
         sys.stdout.flush()
     except OSError:  # a full disk, to which Python would write again, and exit with 120
         _drop_output()
+        # A training is more than its output. That of others is what somebody wants.
+        code = code or (FINISHED if sys.argv[1:2] in (["train"], ["resume"]) else FAILED)
     sys.exit(code)
 
 

@@ -60,11 +60,19 @@ def flatten(config: object) -> dict[str, Any]:
     return {leaf.key: leaf.value for leaf in leaves(config)}
 
 
+def checked(config: Config) -> Config:
+    """Return a config whose values have their types. Raises ConfigError for one that does not fit.
+
+    For what nobody has read as text: the values that a class gives.
+    """
+    return _override(config, {}, "", every=True)
+
+
 def override(config: Config, changes: Mapping[str, Any]) -> Config:
     """Return a copy of `config` with `changes` ({dotted key: value or its text}) applied.
 
     Text is read as the field's type. Raises ConfigError for an unknown key, and for a value of the
-    wrong type or out of range, also for one that `config` had before.
+    wrong type or out of range.
     """
     known = flatten(config)
     for key in changes:
@@ -178,13 +186,17 @@ def _untyped(config: object, key: str) -> str | None:
     return f"write `{key}: {type(value).__name__} = {value!r}` in the class to make it a setting"
 
 
-def _override(config: Config, changes: Mapping[str, Any], prefix: str) -> Config:
+def _override(
+    config: Config, changes: Mapping[str, Any], prefix: str, every: bool = False
+) -> Config:
     hints = _type_hints(type(config))
     new: dict[str, Any] = {}
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         key, value = prefix + field.name.rstrip("_"), getattr(config, field.name)
         if dataclasses.is_dataclass(value):
-            new[field.name] = _override(value, changes, key + ".")
+            new[field.name] = _override(value, changes, key + ".", every)
+            continue
+        if key not in changes and not every:
             continue
         kind, wanted = hints[field.name], changes.get(key, value)
         try:

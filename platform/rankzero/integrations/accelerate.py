@@ -36,6 +36,8 @@ class RankZeroTracker(GeneralTracker):
     def __init__(self, experiment: str, **options: Any) -> None:
         self._run = DeferredRun(experiment, **options)
         self._is_new = True
+        self._judged_at = -2
+        """The step at which the goal's metric was logged last."""
         super().__init__()
 
     @property
@@ -61,7 +63,7 @@ class RankZeroTracker(GeneralTracker):
     def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
         """Log metrics and texts. Tensors stay on their device until the run reads them.
 
-        It reads the goal's metric at once, and judges it.
+        It reads the goal's metric at once, and judges it, unless each step logs it.
         """
         if step is not None and self._is_new:
             # Accelerate does not tell whether the steps of a second training go on.
@@ -69,8 +71,10 @@ class RankZeroTracker(GeneralTracker):
             self._is_new = False
         self._run.log(values, step)
         if (goal := self._run.goal.metric) in values:
-            # At the step that was logged just now, also if Accelerate gave none.
-            self._run.begin().evaluated({goal: values[goal]})
+            at, self._judged_at = self._judged_at, self._run.begin().step
+            # A value of each step would have each step wait for the device.
+            if self._judged_at - at > 1:
+                self._run.begin().evaluated({goal: values[goal]})
 
     def finish(self) -> None:
         """End the run. `Accelerator.end_training` calls it."""

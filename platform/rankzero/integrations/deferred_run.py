@@ -12,8 +12,6 @@ from rankzero.experiment import Goal
 from rankzero.integrations.own_loop.logged_files import text_name
 from rankzero.integrations.own_loop.track import track
 from rankzero.integrations.own_loop.tracked_run import TrackedRun
-from rankzero.run_store.location import root_of
-from rankzero.run_store.spoken_names import new_name
 
 
 class DeferredRun:
@@ -23,9 +21,7 @@ class DeferredRun:
     """
 
     def __init__(self, experiment: str, **options: Any) -> None:
-        # Processes that this one forks or spawns shall continue the run that they would begin.
-        name = options.get("name") or new_name(root_of(options.get("folder")).absolute() / "runs")
-        self._experiment, self._options = experiment, {**options, "name": name}
+        self._experiment, self._options = experiment, options
         self._params: dict[str, Any] = {}
         self._run: TrackedRun | None = None
         self._pid = 0
@@ -42,7 +38,8 @@ class DeferredRun:
         # One process writes a run: from now on, the process that is spawned with the copy.
         if get_spawning_popen() is not None:
             self.end()
-        return {**vars(self), "_run": None}
+        options = self._options if self._run is None else {**self._options, "name": self._run.name}
+        return {**vars(self), "_options": options, "_run": None}
 
     @property
     def goal(self) -> Goal:

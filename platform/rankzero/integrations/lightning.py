@@ -14,7 +14,6 @@ import sys
 from collections.abc import Mapping
 from functools import reduce
 from operator import add
-from pathlib import Path
 from typing import Any, TypeGuard
 
 from rankzero.errors import UserError
@@ -83,12 +82,14 @@ class RankZeroLogger(Logger):
     @property
     @rank_zero_only
     def save_dir(self) -> str | None:
-        """The folder in the run's for files that Lightning writes. Starts the run."""
-        run = self.deferred_run.begin()
-        # Older versions had none: ckpt_path="last" finds their files in the working directory.
-        if run.folder is None or Path(self._experiment, run.folder.name).exists():
+        """The folder for LightningCLI's files, in the run's. Starts the run.
+
+        None in other programs: Lightning's files lie below the trainer's ``default_root_dir``.
+        """
+        if "lightning.pytorch.cli" not in sys.modules:
             return None
-        return str(run.folder / "lightning")
+        folder = self.deferred_run.begin().folder
+        return None if folder is None else str(folder / "lightning")
 
     @rank_zero_only
     def log_hyperparams(
@@ -129,7 +130,9 @@ class RankZeroLogger(Logger):
         # No public name has those of an epoch before its end.
         logged = (one.meta for one in (trainer._results or {}).values() if one.meta.logger)
         # With both, Lightning appends _step and _epoch to the name.
-        names = [one.name for one in logged if not (one.on_step and one.on_epoch)]
+        # Those of single steps are rank 0's too, and rarer, unless the module has them averaged.
+        means = (one for one in logged if one.sync.should or not one.on_step)
+        names = [one.name for one in means if not (one.on_step and one.on_epoch)]
         return not self._prefix and LOSS in names
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:

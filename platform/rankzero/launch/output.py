@@ -43,13 +43,10 @@ def drops_what_does_not_fit() -> Iterator[None]:
     for name, stream in zip(("stdout", "stderr"), kept, strict=True):
         if isinstance(stream, io.TextIOWrapper):
             raw = _LossyFile(stream.fileno(), "w", closefd=False)
-            own = io.TextIOWrapper(
-                io.BufferedWriter(raw),
-                encoding=stream.encoding,
-                errors=stream.errors,
-                line_buffering=stream.line_buffering,
-                write_through=stream.write_through,
-            )
+            # With PYTHONUNBUFFERED, a rank that is killed loses no word.
+            file: Any = raw if stream.write_through else io.BufferedWriter(raw)
+            how = (stream.line_buffering, stream.write_through)
+            own = io.TextIOWrapper(file, stream.encoding, stream.errors, None, *how)
             made.append(own)
             setattr(sys, name, own)
     try:

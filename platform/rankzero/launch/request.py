@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rankzero import config
-from rankzero.catalog import command_lines, deleted
+from rankzero.catalog import command_lines, deleted, lookup
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.redaction.assignments import BLOT
@@ -102,8 +102,10 @@ def _taken(folder: RunFolder) -> str:
             f"{name} is deleted: `{back}` brings it back, and "
             f"`{command_lines.line(root, 'prune', '--deleted')}` erases all that is deleted"
         )
-    is_training = folder.config.exists() and not folder.children
-    if is_training and not checkpoint_files.by_step(folder.checkpoints):
+    ended = lookup.last_end(folder)
+    can_begin = folder.config.exists() and not folder.children
+    can_begin = can_begin and ended is not None and ended.status != "FINISHED"
+    if can_begin and not checkpoint_files.by_step(folder.checkpoints):
         return (
             f"there is a run {name!r} already, which has no checkpoint: {restart_line(folder)} "
             "begins it again, or choose another --name"
@@ -155,7 +157,7 @@ def with_saved(
 
 def with_changes(experiment: Configured, changes: Mapping[str, Any]) -> Configured:
     """Return the experiment with a user's changes. Raises ConfigError, also for one in vain."""
-    changed = config.override(experiment, changes)
+    changed = config.checked(config.override(experiment, changes))
     train = changed.train
     if {"train.epochs", "train.steps"} & changes.keys() == {"train.epochs"} and train.steps:
         raise config.ConfigError(

@@ -16,13 +16,15 @@ from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.location import is_offline
 
 
-def find(runs: Path, name_or_id: str, *, among_deleted: bool = False) -> RunFolder | None:
+def find(
+    runs: Path, name_or_id: str, *, among_deleted: bool = False, strict: bool = False
+) -> RunFolder | None:
     """Return the run's folder, or None if neither this disk nor the server knows the name.
 
     Raises UserError as `lookup.find` does, if the server does not answer, and if only the server
     has the run.
     """
-    found = lookup.find(runs, name_or_id, among_deleted=among_deleted)
+    found = lookup.find(runs, name_or_id, among_deleted=among_deleted, strict=strict)
     server = None if found or is_offline() else _server(runs)
     if server is None:
         return found
@@ -48,7 +50,7 @@ def find(runs: Path, name_or_id: str, *, among_deleted: bool = False) -> RunFold
 
 def require(runs: Path, name_or_id: str, *, among_deleted: bool = False) -> RunFolder:
     """Return the run's folder. Raises UserError with the newest runs' names without one."""
-    found = find(runs, name_or_id, among_deleted=among_deleted)
+    found = find(runs, name_or_id, among_deleted=among_deleted, strict=True)
     return found or lookup.require(runs, name_or_id, among_deleted=among_deleted)
 
 

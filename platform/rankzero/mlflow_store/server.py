@@ -176,7 +176,8 @@ def exclusive(root: Path) -> Iterator[bool]:
     """Keep servers from starting on a store; yield whether none serves it now."""
     descriptor = lock_files.open_lock(root / _SERVING)
     try:
-        yield lock_files.try_lock(descriptor)
+        # Another `rankzero relocate` holds it for moments.
+        yield lock_files.try_lock(descriptor, seconds=3.0)
     finally:
         os.close(descriptor)
 

@@ -30,7 +30,7 @@ def commands(name: str, facts: Facts) -> list[str]:
     again = f"{name}-again" if any(command[1:2] == ["resume"] for command in recorded) else ""
     attempts = [shlex.join(_repeated(command, name, again, facts)) for command in recorded]
     for place, step in sorted(stops.items(), reverse=True):
-        stop = f"# the attempt before stopped at step {step}: the command above does not stop there"
+        stop = f"# this attempt continued from step {step}; the command above trains past it"
         attempts.insert(place, stop)
     commit = facts.environment.get("mlflow.source.git.commit")
     if not attempts or not commit:

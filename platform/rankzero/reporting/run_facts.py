@@ -213,7 +213,8 @@ def _start(facts: Facts, event: RunStarted) -> None:
         facts.seconds += max(0.0, facts.last_time - facts.started)
     has_finished = facts.end is not None and facts.end.status == "FINISHED"
     at_limit = has_finished and is_limited(facts)
-    interrupted = None if has_finished or not facts.attempts else event.step
+    # One that failed in set-up has no step.
+    interrupted = None if has_finished or not facts.attempts else event.step or None
     facts.started = facts.last_time = event.time
     facts.attempts, facts.total_steps = event.attempt, event.total_steps
     facts.params, facts.environment = params_after(facts.params, event), event.environment

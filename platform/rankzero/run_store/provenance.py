@@ -17,7 +17,8 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ GOAL = "rankzero.goal"
 KEEP = "rankzero.keep"
 """How many of its best checkpoints a run of `rankzero.track` keeps."""
 _GIT_SECONDS = 5.0
+# For all submodules together: a training waits.
+_SUBMODULES_SECONDS = 5.0
 _MAX_DIFF_BYTES = 1_000_000
 _MAX_UNTRACKED = 200
 # Settings of a repository must not run programs of its choice: no external diff, no text
@@ -322,24 +325,30 @@ def _git_facts(project_dir: Path, own: Path | None) -> dict[str, Any]:
 
 def _diff(folder: Path, own: Path | None) -> tuple[str | None, str]:
     """Return a repository's uncommitted changes and `Provenance.dirty`."""
-    settings = {one: _without_filters(one) for one in _with_submodules(folder)}
-    found = [_changes(one, folder, own, those) for one, those in settings.items()]
+    until, settings = time.monotonic() + _SUBMODULES_SECONDS, _without_filters(folder)
+    found = [_changes(folder, folder, own, settings)]
+    lines = []
+    for one, is_read in _submodules(folder):
+        if is_read and time.monotonic() < until:
+            found.append(_changes(one, folder, own, _without_filters(one)))
+        else:
+            lines.append(f"# submodule {one.relative_to(folder)}: not looked at by git\n")
     if all(changes == new == "" for changes, new in found):
-        return None, "false"
+        return "".join(lines) or None, "false"
     changes, is_known = (
         "".join(one or "" for one, _ in found),
         all(one is not None for one, _ in found),
     )
     tracked = bool(changes) or not is_known
     if not is_known:
-        changes += f"# git did not list the changes within {_GIT_SECONDS:g} seconds\n"
-    elif len(changes.encode()) > _MAX_DIFF_BYTES:
+        changes += "# git did not list all changes\n"
+    if len(changes.encode()) > _MAX_DIFF_BYTES:
         # Whole lines only: half a secret would not be recognised.
         whole = changes.encode()
         kept = whole[: whole.rfind(b"\n", 0, _MAX_DIFF_BYTES) + 1]
         changes = kept.decode(errors="ignore") + "# cut: the diff is larger\n"
     names = [name for _, new in found for name in (new or "").splitlines()]
-    lines = [f"# untracked: {name}\n" for name in names[:_MAX_UNTRACKED]]
+    lines += [f"# untracked: {name}\n" for name in names[:_MAX_UNTRACKED]]
     if len(names) > _MAX_UNTRACKED:
         lines.append(f"# untracked: {len(names) - _MAX_UNTRACKED} more\n")
     diff = text_without_secrets("".join(lines) + changes)
@@ -347,22 +356,26 @@ def _diff(folder: Path, own: Path | None) -> tuple[str | None, str]:
         return diff, "untracked"
     # A diff that can be taken back from the changed files restores them.
     check = ("apply", "--check", "--reverse", "--whitespace=nowarn", "-")
-    restores = is_known and _git(folder, *check, settings=settings[folder], text=diff) is not None
+    restores = is_known and _git(folder, *check, settings=settings, text=diff) is not None
     return diff, "true" if restores else "incomplete"
 
 
-def _with_submodules(folder: Path) -> list[Path]:
-    """Return the folders of a repository and of its submodules that are here."""
-    found = [folder]
-    if (folder / ".gitmodules").is_file():
-        words = ("config", "-z", "--file", ".gitmodules", "--get-regexp", r"^submodule\..*\.path$")
-        listed = (_git(folder, *words) or "").split("\0")
-        below = [folder / pair.partition("\n")[2] for pair in listed if pair]
-        inside = folder.resolve()
-        for one in below:
-            if (one / ".git").exists() and inside in one.resolve().parents:
-                found += _with_submodules(one)
-    return found
+def _submodules(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield the submodules of a repository that are here, and whether git reads them."""
+    if not (folder / ".gitmodules").is_file():
+        return
+    words = ("config", "-z", "--file", ".gitmodules", "--get-regexp", r"^submodule\..*\.path$")
+    listed = (_git(folder, *words) or "").split("\0")
+    inside = folder.resolve()
+    for one in [folder / pair.partition("\n")[2] for pair in listed if pair]:
+        if not ((one / ".git").exists() and inside in one.resolve().parents):
+            continue
+        # Git may refuse its owner, or find no commit. Without a repository, it takes the one above.
+        top, _, _ = (_git(one, "rev-parse", "--show-toplevel", "HEAD") or "").partition("\n")
+        is_read = bool(top) and Path(top).resolve() == one.resolve()
+        yield one, is_read
+        if is_read:
+            yield from _submodules(one)
 
 
 def _without_filters(folder: Path) -> dict[str, str]:

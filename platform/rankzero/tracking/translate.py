@@ -182,7 +182,10 @@ class _Draft:
         # A replay of the same attempt after a crash must not skip the points it sends again.
         if event.attempt > self._curves.attempt:
             self._change(floor=dict(self._marks), attempt=event.attempt)
-        self._change(goal=event.params.get("goal.metric"))
+        goal, known = event.params.get("goal.metric"), self._curves
+        # Another goal's best value is none of this one's.
+        is_other = None not in (goal, known.goal) and goal != known.goal
+        self._change(goal=goal, best=None if is_other else known.best)
         self._ending, self._ended = None, False
         self._upload_artifacts()
         self.remark_texts(event.params, tags_for_mlflow(event.environment))

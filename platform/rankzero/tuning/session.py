@@ -430,10 +430,9 @@ class Session:
         return []
 
     def _train_rounds(self, candidates: Sequence[Trial], rounds: Sequence[int]) -> None:
-        first_seed, first = self._space.reference.train.seed, LOOKS * self._options.seeds
-        replaced = self._study.facts.get(DISTURBED, [])
+        first_seed, facts = self._space.reference.train.seed, self._study.facts
         # A challenger may be new in this session: its run of a spoiled round would not count.
-        rounds = [confirm.sound_round(one, first_seed, replaced, first) for one in rounds]
+        rounds = [confirm.sound_round(one, first_seed, facts) for one in rounds]
         # Runs that are lost with their host process are missing again.
         while missing := list(
             confirm.missing_runs(candidates, first_seed, rounds, self._confirmations())
@@ -454,7 +453,11 @@ class Session:
                 return
             known.append(seed)
             self._notify(f"the machine's speed changed in the round of seed {seed}: again")
-            self._train_rounds(candidates, [LOOKS * self._options.seeds + len(known) - 1])
+            number = LOOKS * self._options.seeds + len(known) - 1
+            self._train_rounds(candidates, [number])
+            replacements = self._study.facts.get(confirm.REPLACEMENTS, [])[: len(known) - 1]
+            if len(replacements) == len(known) - 1:
+                self._study.note(confirm.REPLACEMENTS, [*replacements, number])
             # Only now: a search that is killed in between keeps the old round until it has this.
             self._study.note(DISTURBED, known)
 

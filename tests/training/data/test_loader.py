@@ -120,6 +120,8 @@ def test_a_training_set_knows_its_epoch_in_each_process(choose: Any, draw: Any) 
     assert len(set(whole[:, 1].tolist())) == 3
     assert torch.equal(found[2, 0], whole)
     assert torch.equal(found[0, 3], whole[12:]) and torch.equal(found[2, 3], whole[12:])
+    part = feed(Subset(Subset(dataset, range(8)), range(8))).train_batches(plan, 0, 0, 6)
+    assert torch.equal(torch.cat(list(part))[:, 0], whole[:, 0]), "a part of it"
 
 
 def test_loading_draws_no_numbers_from_the_models_generator() -> None:

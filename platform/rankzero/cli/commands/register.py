@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from rankzero.mlflow_store.client import MlflowRuns
 
-    folder = lookup.find(arguments.dir / "runs", arguments.run_name)
+    folder = lookup.find(arguments.dir / "runs", arguments.run_name, strict=True)
     problems: list[str] = []
     if folder is None:
         uri = options.store_of_absent_run(arguments)

@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         sides = comparison.sides_of([named_runs.require(runs, name) for name in names])
         _show_differences(sides, everything=arguments.all)
         return 0
-    folder = lookup.find(runs, names[0])
+    folder = lookup.find(runs, names[0], strict=True)
     # Only a study's run has this param.
     is_study = folder is None or "search.sampler" in read_summary(folder).params
     name = names[0] if folder is None else folder.path.name

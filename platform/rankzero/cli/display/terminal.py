@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,8 +13,6 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-# At once, also into a file or a pipe.
-print_line = functools.partial(print, flush=True)
 # Columns, so that nothing is truncated.
 _PIPE_WIDTH = 10_000
 
@@ -24,6 +21,11 @@ def text_console(*, soft_wrap: bool = False) -> Console:
     """Return a console for foreign text: brackets and colons in it are not markup."""
     file = cast("IO[str]", _Shown(sys.stdout))
     return Console(file=file, highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)
+
+
+def print_line(*values: object) -> None:
+    """Print at once, also into a file or a pipe. Drops what a full disk refuses."""
+    print(*values, file=cast("IO[str]", _Shown(sys.stdout)), flush=True)
 
 
 class _Shown:

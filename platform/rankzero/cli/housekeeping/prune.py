@@ -44,10 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     runs, keeper = arguments.dir / "runs", Housekeeper(arguments.discard_undelivered)
     if not arguments.dry_run and (left := removal.tidy(runs)):
         print(f"freed {size_text(left)} that a killed command left")
-    if arguments.deleted:
-        known = _deleted(keeper, runs, arguments.dry_run)
-    else:
-        known = [one for one in lookup.listed(runs) if not one.parent]
+    known = _deleted(keeper, runs, arguments.dry_run) if arguments.deleted else lookup.listed(runs)
     chosen = _chosen(known, best, age, arguments.experiment)
     able = [one.folder for one in chosen if _may_go(keeper, one)]
     if not able:
@@ -61,10 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _deleted(keeper: Housekeeper, runs: Path, dry_run: bool) -> list[Summary]:
-    """Return the deleted runs, as their servers have them now. A dry run changes no mark.
-
-    A child that somebody deleted alone, in MLflow, is one. The others go with their run.
-    """
+    """Return the deleted runs, as their servers have them now. A dry run changes no mark."""
     gone, others = lookup.listed(runs, among_deleted=True), lookup.listed(runs)
     asked = [one for one in gone if one.folder.deleted.exists()]
     asked += [one for one in others if not one.lives]
@@ -84,12 +78,10 @@ def _deleted(keeper: Housekeeper, runs: Path, dry_run: bool) -> list[Summary]:
             mark(one.folder)
     found = [one for one in gone if one.folder.path.name not in changed]
     found += [one for one in others if one.folder.path.name in changed]
-    own = {one.name for one in found}
     return [
         one
         for one in found
-        if one.parent not in own
-        and (one.mlflow_run_id is None or one.folder.identity.tracking_uri not in errors)
+        if one.mlflow_run_id is None or one.folder.identity.tracking_uri not in errors
     ]
 
 
@@ -106,8 +98,12 @@ def _chosen(
     older_than: float | None,
     experiment: str | None,
 ) -> list[Summary]:
-    """Return the runs that are old enough and not among the best."""
-    ended = [one for one in runs if not (one.lives or one.status == ELSEWHERE)]
+    """Return the runs that are old enough and not among the best.
+
+    Children go with their run. One that is deleted alone looks like one of a run that was deleted
+    and restored in MLflow's UI.
+    """
+    ended = [one for one in runs if not (one.lives or one.status == ELSEWHERE or one.parent)]
     rivals: dict[tuple[str, ...], list[Summary]] = defaultdict(list)
     for one in ended:
         if one.best is not None and one.best == one.best:

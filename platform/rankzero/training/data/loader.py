@@ -159,7 +159,7 @@ class _SeededBatches(Dataset[Any]):
         self._draws = SeededDraws()
         self._draws_per_epoch = draws_per_epoch
         self._epoch: int | None = None
-        self._has_epochs = maker.training and hasattr(dataset, "set_epoch")
+        self._with_epochs = _with_epochs(dataset) if maker.training else None
         # A Subset has batched access in any case, and only passes it on to what it is a part of.
         inner = dataset
         while getattr(type(inner), "__getitems__", None) is Subset.__getitems__:
@@ -180,9 +180,9 @@ class _SeededBatches(Dataset[Any]):
         samples: list[Any] = []
         mixed = mix_in(mix_in(0, self._seed), draw)
         try:
-            if self._has_epochs and epoch != self._epoch:
+            if self._with_epochs is not None and epoch != self._epoch:
                 self._draws.seed(mix(self._seed, epoch))
-                self._dataset.set_epoch(epoch)
+                self._with_epochs.set_epoch(epoch)
             if self._is_whole:
                 samples = self._at_once(mix_in(mixed, indices[0]) >> 1, indices)
             if not samples:
@@ -214,6 +214,13 @@ class _SeededBatches(Dataset[Any]):
         found = list(self._dataset.__getitems__(indices))
         self._is_whole = all(each.mark() == mark for each, mark in marks)
         return found if self._is_whole else []
+
+
+def _with_epochs(dataset: Any) -> Any:
+    """Return the data set that `set_epoch` is called of: the set, or what it is a subset of."""
+    while not hasattr(dataset, "set_epoch") and isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset if hasattr(dataset, "set_epoch") else None
 
 
 def _numbered(

@@ -28,6 +28,8 @@ _DISTURBANCE, _MUCH = 0.05, 4.0  # relative; times the usual disturbance
 CONFIRMATIONS, DISTURBED, MIXED = "confirmations", "disturbed", "mixed"
 """Facts of a study: the confirmation runs, the seeds of those that were trained again because the
 machine's speed changed, and the seeds of those that two sessions trained."""
+REPLACEMENTS = "replacements"
+"""A fact of a study: the numbers of the rounds that replaced those of `DISTURBED`, in its order."""
 Stored = Sequence[Mapping[str, Any]]
 """Confirmations as the study stores them: the fields of `ConfirmationRun`."""
 
@@ -48,14 +50,12 @@ def missing_runs(
                 yield trial, seed
 
 
-def sound_round(number: int, first_seed: int, replaced: Sequence[int], first: int) -> int:
-    """Return the round that counts instead of this one, if the machine's speed spoiled it.
-
-    `replaced`: the seeds of spoiled rounds. The k-th was trained again as round `first` + k.
-    """
-    for place, seed in enumerate(replaced):
+def sound_round(number: int, first_seed: int, facts: Mapping[str, Any]) -> int:
+    """Return the round that counts instead of this one, if the machine's speed spoiled it."""
+    # A study of an older version has no numbers of replacements.
+    for seed, other in zip(facts.get(DISTURBED, []), facts.get(REPLACEMENTS, []), strict=False):
         if number == seed - first_seed - NEW_SEED:
-            number = first + place
+            number = other
     return number
 
 
