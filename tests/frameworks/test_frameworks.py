@@ -362,8 +362,9 @@ accelerator = Accelerator(log_with="rankzero", cpu=True)
 options = {"name": "r1", "offline": True, "goal": Goal("val/score", "max")}
 accelerator.init_trackers("mine", {}, {"rankzero": options})
 for step in range(1, 4):
-    accelerator.log({"train/loss": 1.0}, step)
-    accelerator.log({"val/score": [0.5, 0.75, 0.25][step - 1], "val/other": 1.0}, step)
+    accelerator.log({"train/loss": 1.0}, 2 * step)
+    accelerator.log({"val/score": [0.5, 0.75, 0.25][step - 1], "val/other": 1.0}, 2 * step)
+accelerator.log({"val/score": 1.0}, 2 * step + 1)  # as of each step
 accelerator.end_training()
 """
 
@@ -375,6 +376,6 @@ def test_accelerates_goal_is_judged(tmp_path: Path) -> None:
     assert code == 0 and "twice" not in output, output
     events = list(read_all(tmp_path / "mlruns/runs/r1/events.jsonl"))
     found = [(one.step, one.best) for one in events if isinstance(one, Evaluated)]
-    assert found == [(1, True), (2, True), (3, False)]
+    assert found == [(2, True), (4, True), (6, False)]
     (end,) = (one for one in events if isinstance(one, RunEnded))
     assert end.metrics["best"] == 0.75

@@ -30,8 +30,14 @@ def test_training_that_sigterm_stopped_is_killed(tmp_path: Path) -> None:
     assert [*points(events)["train/loss"]] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("way", "steps"), [("on_step", 12), ("on_epoch", 2)])
-def test_loss_that_the_module_logs_itself_counts(way: str, steps: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("way", "devices", "steps", "counts"),
+    # Without a mean over ranks, the callback has the same loss of more steps.
+    [("on_step", 1, 12, False), ("on_step", 2, 12, True), ("on_epoch", 1, 2, True)],
+)
+def test_loss_that_the_module_logs_itself_counts_if_it_is_a_mean(
+    way: str, devices: int, steps: int, counts: bool, tmp_path: Path
+) -> None:
     ways = {"on_step": way == "on_step", "on_epoch": way == "on_epoch"}
     events = fitted(
         tmp_path,
@@ -40,10 +46,11 @@ def test_loss_that_the_module_logs_itself_counts(way: str, steps: int, tmp_path:
         # As a mean over two ranks would be.
         f"        self.log('train/loss', 100 + loss.detach(), sync_dist=True, **{ways})",
         "        return loss",
-        "fit(Own)",
+        f"fit(Own, devices={devices}, strategy={'ddp' if devices > 1 else 'auto'!r})",
     )
     losses = points(events)["train/loss"]
-    assert len(losses) == steps and min(losses.values()) > 100
+    assert len(losses) == steps
+    assert (min(losses.values()) > 100, max(losses.values()) > 100) == (counts, counts)
 
 
 def test_validation_within_an_accumulated_step_is_of_the_step_before(tmp_path: Path) -> None:
