@@ -481,7 +481,7 @@ def _require_groups(owner: Any) -> None:
     ):
         value = getattr(owner, name)
         if not isinstance(value, (kind, dataclasses.Field)):
-            raise ConfigError(f"{name}: must be a {name.title()} such as {such_as}, got {value!r}")
+            raise ConfigError(f"{name}: must be a {kind.__name__} such as {such_as}, got {value!r}")
 
 
 def _check_names(cls: type[Experiment]) -> None:

@@ -35,9 +35,9 @@ from rankzero.events import (
     encode_line,
 )
 from rankzero.run_store.folder import Identity, RunFolder, write_atomically
-from rankzero.run_store.journal import Journal, newest_start, read, read_all
+from rankzero.run_store.journal import Journal, milestones, newest_start, read, read_all
 from rankzero.tracking.run_log import RunLog
-from support.runs import make_folder, saved, steps
+from support.runs import append, make_folder, saved, started, steps
 
 numbers = st.floats()
 times = st.floats(-1e10, 1e10)
@@ -421,3 +421,11 @@ def test_event_that_cannot_be_written_is_lost_alone_and_noticed(tmp_path: Path) 
         "a StepsLogged is lost, since it cannot be written: "
         "Object of type object is not JSON serializable"
     ]
+
+
+def test_each_attempt_is_found_once(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    # The first left its last event, the second nothing, the third its end.
+    append(folder, started(1), steps(1, 3), started(2), started(3), steps(4, 6), ended())
+    found = [type(event).__name__ for event in milestones(folder.events)]
+    assert found == ["RunStarted", "StepsLogged", "RunStarted", "RunStarted", "RunEnded"]

@@ -129,9 +129,9 @@ class RankZeroLogger(Logger):
         """Return whether the module logs a ``train/loss`` of its own, as a mean over the ranks."""
         # No public name has those of an epoch before its end.
         logged = (one.meta for one in (trainer._results or {}).values() if one.meta.logger)
-        # With both, Lightning appends _step and _epoch to the name.
         # Those of single steps are rank 0's too, and rarer, unless the module has them averaged.
         means = (one for one in logged if one.sync.should or not one.on_step)
+        # With both, Lightning appends _step and _epoch to the name.
         names = [one.name for one in means if not (one.on_step and one.on_epoch)]
         return not self._prefix and LOSS in names
 
@@ -153,7 +153,7 @@ class RankZeroLogger(Logger):
         # Slurm's requeue reports "finished". A failure is reported while its exception is handled.
         is_success = status in ("success", "finished")
         error = None if is_success else sys.exception() or RuntimeError(f"the training {status}")
-        self.deferred_run.end(_told(error))
+        self.deferred_run.end(_with_signal(error))
 
 
 class RankZeroCallback(Callback):
@@ -257,14 +257,14 @@ class RankZeroCallback(Callback):
     ) -> None:
         """End the run as FAILED, or KILLED by Ctrl-C or SIGTERM."""
         if not trainer.fast_dev_run:
-            self._run.end(_told(exception))
+            self._run.end(_with_signal(exception))
 
     def _step(self, trainer: Trainer) -> int:
         # `validate` may come without a training.
         return self._logger.newest_step or trainer.global_step
 
 
-def _told(error: BaseException | None) -> BaseException | None:
-    """Return an error that says how a training ended."""
+def _with_signal(error: BaseException | None) -> BaseException | None:
+    """Return the error, or what names the signal if Lightning stopped for one."""
     # Lightning's own is an exit without a code, as of a script that succeeds.
     return Stopped("SIGTERM") if isinstance(error, SIGTERMException) else error

@@ -250,16 +250,18 @@ def newest_start(path: Path) -> RunStarted | None:
 
 
 def milestones(path: Path) -> Iterator[Event]:
-    """Yield the attempts' starts and ends, the event before each start, and later params and tags.
+    """Yield the attempts' starts and ends, and the params and tags that were added later.
 
-    Decodes no others: all events of a long run take seconds, and its lines 0.1 s for 100 MB.
+    An attempt without an end has its last event instead. Decodes no others: all events of a long
+    run take seconds, and its lines 0.1 s for 100 MB.
     """
     before = b""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as lines:
         for line in lines:
             if line.startswith(_MILESTONES):
                 # An attempt has no end if its machine went down.
-                for one in (before, line) if line.startswith(_MILESTONES[0]) else (line,):
+                is_open = line.startswith(_MILESTONES[0]) and not before.startswith(_MILESTONES)
+                for one in (before, line) if is_open else (line,):
                     # A line may be damaged. Then that of the attempt before counts.
                     with contextlib.suppress(ValueError):
                         yield decode(one.decode())

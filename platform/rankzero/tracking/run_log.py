@@ -15,7 +15,7 @@ from rankzero.ranks import Ranks
 from rankzero.redaction.text import text_without_secrets
 from rankzero.run_store import picture_files
 from rankzero.run_store.folder import Identity, RunFolder
-from rankzero.run_store.journal import Journal, read_all
+from rankzero.run_store.journal import Journal, milestones
 from rankzero.run_store.provenance import write_tags
 from rankzero.tracking import recorder
 from rankzero.tracking.recorder import RecorderHandle
@@ -72,7 +72,7 @@ class RunLog:
         # No event names the pictures of a killed attempt, so nothing else would ever delete them.
         if ranks.first:
             attempt = 1
-            for event in read_all(folder.events):
+            for event in milestones(folder.events):
                 if isinstance(event, RunStarted):
                     attempt, before = attempt + 1, {**before, **event.environment}
             picture_files.clear(folder)

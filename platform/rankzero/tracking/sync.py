@@ -32,7 +32,7 @@ def deliver(folder: RunFolder, *, patience: float = GRACE_SECONDS) -> Delivery:
             _deliver_node(folder, node, patience)
     broken = []
     for child in folder.children:  # after their parent, whose run id they need
-        # `prune --deleted` frees a child that was deleted alone.
+        # An imported bundle lacks a child that was deleted alone.
         if not child.path.exists():
             continue
         try:
