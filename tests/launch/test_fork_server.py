@@ -17,8 +17,8 @@ from rankzero.tuning.trials.describe import Question
 from rankzero.tuning.trials.host_process import LocalHost
 from support.commands import TINY, Command
 
-# Each import of a module and each worker tells its process.
-MODULE = "import os; print(__name__, os.getpid(), flush=True)"
+# The name and process of each import, in one write: unbuffered, print() makes four of these words.
+MODULE = r"import os; os.write(1, f'{__name__} {os.getpid()}\n'.encode())"
 COMMAND = """
 import multiprocessing, os, psutil, signal, sys, threading
 from rankzero.launch import fork_server
@@ -45,7 +45,8 @@ if __name__ == "__main__":
     print("command", os.getpid())
     {before}
     fork_server.start(("shared", "absent"), ("alone", "absent.too"))
-    print("server", multiprocessing.forkserver._forkserver._forkserver_pid, flush=True)
+    server = multiprocessing.forkserver._forkserver._forkserver_pid
+    os.write(1, f"server {{server}}\\n".encode())
     worker = multiprocessing.get_context("forkserver").Process(target=work)
     worker.start()
     worker.join()
