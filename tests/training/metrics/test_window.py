@@ -78,6 +78,9 @@ def test_a_nan_loss_in_the_last_step_is_not_finite() -> None:
 
     assert is_finite(float("inf"), 1.0), "fp16's loss scaler skips such a step"
     assert not is_finite(1.0, float("nan"))
+    turns = {f"{turn}/loss": [torch.tensor(loss)] for turn, loss in (("a", 1.0), ("b", math.nan))}
+    assert reduce_window(ALONE, turns, 0, 1.0, 0.0, losses=["a/loss"]).is_finite
+    assert not reduce_window(ALONE, turns, 0, 1.0, 0.0, losses=list(turns)).is_finite
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases += [
         case("pp", train__strategy="pp"),
         case("ddp-static", train__ddp__static_graph=True),
+        case("ddp-diverged", discriminator_lr=1e30),
     ]
     return launched(tmp_path_factory.mktemp("turns"), 2, cases)
 
@@ -152,6 +153,15 @@ def test_clipping_bounds_the_gradient_of_each_turn(tmp_path: Path) -> None:
 def test_what_turns_cannot_do_is_refused(folder: Path, name: str, says: str) -> None:
     error = seen(folder, name, fails=True)["error"]
     assert error.startswith("UserError: ") and says in error
+
+
+def test_turns_whose_weights_are_nan_end_before_a_checkpoint_has_them(
+    folder: Path, tmp_path: Path
+) -> None:
+    two = seen(folder, "ddp-diverged", fails=True)
+    for found in (two, alone(tmp_path, "one", discriminator_lr=1e30)):
+        assert found["error"].startswith("NotFinite: train/loss is not finite at step ")
+    assert not [*folder.glob("ddp-diverged/checkpoints/step_*"), *tmp_path.rglob("step_*")]
 
 
 def test_turns_need_an_optimizer_each(tmp_path: Path) -> None:

@@ -133,6 +133,7 @@ class Reporter:
             if differing := job.world.ranks_that_differ(torch.tensor([metrics_checksum(shapes)])):
                 refuse_differing(job.world, shapes, differing[0], 0)
             self._is_compared = True
+        losses = [f"{turn}/loss" for turn in dict.fromkeys(job.experiment.turns)]
         window = reduce_window(
             job.world,
             self._columns,
@@ -141,11 +142,12 @@ class Reporter:
             self._data_wait,
             job.forward_timer.read(),
             job.work_meter.read(),
+            losses=losses or ("loss",),
         )
-        if not job.experiment.turns:
+        if not losses:
             return window
-        losses = (window.values[f"{turn}/loss"] for turn in dict.fromkeys(job.experiment.turns))
-        total = [sum(values) for values in zip(*losses, strict=True)]
+        columns = [window.values[name] for name in losses]
+        total = [sum(values) for values in zip(*columns, strict=True)]
         return dataclasses.replace(window, values={"loss": total, **window.values})
 
     def _speed_event(

@@ -39,7 +39,7 @@ class WindowStats:
     """Per `Ratio` of vectors, the quotients [steps, n]; `values` has their means."""
 
     is_finite: bool = True
-    """Whether the last step's loss, or both parts of a `Ratio`, are finite numbers."""
+    """Whether the last step's losses, or both parts of each `Ratio`, are finite numbers."""
 
     @property
     def data_wait_seconds(self) -> float:
@@ -69,11 +69,14 @@ def reduce_window(
     data_wait_seconds: float,
     forward_seconds: float = 0.0,
     tokens: float = 0.0,
+    *,
+    losses: Collection[str] = ("loss",),
 ) -> WindowStats:
     """Return a window of steps over all ranks. Collective.
 
     The arguments are this rank's. `columns`: per metric, each step's 0-d tensor, detached, a mean
     over this rank's samples. For a `Ratio`: its two parts, [2] or [2, n], each such a mean.
+    `losses`: the metrics that must be finite, one for each turn.
     """
     # One sum carries everything, so there is one collective and one wait for the device. Each rank
     # fills its row of a matrix of zeros with its own numbers.
@@ -101,7 +104,7 @@ def reduce_window(
         tokens=sum(times[4::5]),
         quotients={name: value for name, value in finished.items() if value.dim() > 1},
         # Once a weight is NaN, every later loss is. So an earlier loss alone shows nothing.
-        is_finite="loss" not in summed or bool(summed["loss"][-1].isfinite().all()),
+        is_finite=all(bool(summed[name][-1].isfinite().all()) for name in losses if name in summed),
     )
 
 
