@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from rankzero.experiment import Experiment
 from rankzero.training.data.order import BatchOrder
 from rankzero.training.data.stream import Loader
 from rankzero.training.distributed.world import World
+from rankzero.training.metrics.copies import MetricCopies
 from rankzero.training.metrics.mean_check import MeanCheck
 from rankzero.training.metrics.straggler import ForwardTimer
 from rankzero.training.metrics.work_meter import WorkMeter
@@ -94,6 +96,10 @@ class TrainingContext:
     """Whether the experiment's `measure` has a third parameter."""
     schedule_takes_progress: bool = dataclasses.field(init=False)
     mean_check: MeanCheck = dataclasses.field(default_factory=MeanCheck)
+    metric_copies: Mapping[str | None, MetricCopies] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(MetricCopies)
+    )
+    """By turn, or of None: which of its metrics are copied."""
 
     def __post_init__(self) -> None:
         """Look once for what each step needs to know. Raises UserError for a wrong signature."""
@@ -126,4 +132,5 @@ class TrainingContext:
             self.precision.scaler,
             accumulation,
             self.batch_order.micro_batch,
+            copies=self.metric_copies[turn],
         )

@@ -134,6 +134,7 @@ CASES = [
         Case(f"{name}-joint-fp16", FP16 | {"train__strategy": name, "optimizers": 2})
         for name in ("ddp", "zero1", "fsdp")
     ),
+    Case("fsdp-scaled", {"train__strategy": "fsdp", "scaled": True}),
     Case("fsdp-accumulated", {"train__strategy": "fsdp", "train__micro_batch": 2}),
     Case("pp-accumulated", {"train__strategy": "pp", "train__micro_batch": 2}),
     Case("pp-gpipe", {"train__strategy": "pp", "train__pp__schedule": "gpipe", "cut_at": "3"}),
@@ -332,6 +333,13 @@ def test_smaller_last_batch_is_divided_fairly(folder: Path, alone: Any, name: st
 
 def test_ranks_that_talk_need_equal_shares_of_the_rest(folder: Path) -> None:
     assert "leaves a batch of 3 samples" in seen(folder, "ddp-rest-lockstep")["error"]
+
+
+def test_parameter_that_fsdp_gathers_may_be_a_metric(folder: Path, alone: Any) -> None:
+    one, two = alone(scaled=True), seen(folder, "fsdp-scaled")
+    assert "error" not in two, two["error"]
+    assert one["logged"]["train/scale"][0] == 1 and len(set(one["logged"]["train/scale"])) == 8
+    assert two["logged"]["train/scale"] == pytest.approx(one["logged"]["train/scale"], rel=1e-4)
 
 
 def test_slow_rank_is_named(folder: Path) -> None:

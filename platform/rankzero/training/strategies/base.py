@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from rankzero.errors import UserError
 from rankzero.ratio import Ratio
 from rankzero.training.distributed.world import World
+from rankzero.training.metrics.copies import MetricCopies
 from rankzero.training.metrics.window import check_metrics
 
 Metrics = dict[str, Tensor]
@@ -45,6 +46,8 @@ class MicroBatchStep:
     """A micro-batch's. A `Ratio`'s gradients are divided by it first: fp16 overflows early."""
     weight: float = 1.0
     """The micro-batch's, in the mean over the step. A `Ratio` has its own; 0 counts nothing."""
+    copies: MetricCopies | None = None
+    """For a training step: which metrics are copied."""
 
     def forward(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """Return what the user's `measure` returns for a batch."""
@@ -60,6 +63,10 @@ class MicroBatchStep:
         with self.autocast:
             values = self.measure(model, batch)
         try:
+            found = {name: value.detach() for name, value in values.items()}
+            # Later, the optimizer writes parameters, and FSDP frees them in the backward.
+            if self.copies is not None and self.copies.are_due:
+                found = self.copies.of(found, model)
             loss = values["loss"]
             if type(loss) is Ratio:
                 loss = loss.numerator / self.samples * (self.weight > 0)
@@ -68,7 +75,6 @@ class MicroBatchStep:
             if self.accumulation > 1:
                 loss = loss / self.accumulation
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-            found = {name: value.detach() for name, value in values.items()}
             if self.weight == 1:
                 return found
             shares = float(self.weight > 0), self.weight
