@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from rankzero.config import override
@@ -19,7 +20,7 @@ from rankzero.events import Evaluated
 from rankzero.ranks import Ranks
 from rankzero.training import final_test
 from rankzero.training.build import build
-from rankzero.training.checkpoints import restore
+from rankzero.training.checkpoints import best_model, restore
 from rankzero.training.distributed.world import World
 from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.stop import EvaluationInterrupted, StopCode, StopRequest
@@ -67,6 +68,40 @@ def test_a_goal_that_was_never_a_number_lacks_no_checkpoint(train: Trainer, tmp_
     notices: list[str] = []
     found = evaluated(trained, tmp_path / "checkpoints", notices)
     assert (found.step, notices) == (4, [])
+
+
+class Versioned(nn.Linear):
+    """Refuses a state of another version, as torchvision's MNASNet does."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if metadata.get("version") != 2:
+            raise ValueError(f"version should be 2 instead of {metadata.get('version')}")
+        super()._load_from_state_dict(state, prefix, metadata, *rest)  # type: ignore[no-untyped-call]
+
+
+class WithVersions(HeldOut):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Sequential(Versioned(8, 2)))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ema"), [("single", None), ("single", 0.5), ("fsdp", None), ("fsdp", 0.5)]
+)
+def test_a_model_whose_modules_have_versions_is_resumed_and_tested(
+    train: Trainer, tmp_path: Path, strategy: str, ema: float | None
+) -> None:
+    settings = {"train.steps": 6, "train.eval_every": 3, "train.ema": ema}
+    made = override(WithVersions(), {**settings, "train.strategy": strategy})
+    train(made, tmp_path, stop_at=3)
+    trained = train(made, tmp_path)
+    assert evaluated(trained, tmp_path / "checkpoints", []).step in (3, 6)
+    name = "model" if ema is None else "ema"
+    saved = restore.load(tmp_path / "checkpoints/step_00000006")[name]
+    assert hasattr(saved, "_metadata") == (strategy == "single")
+    loaded = best_model._load_model(made, tmp_path / "checkpoints/step_00000006").state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in saved.items())
 
 
 @pytest.mark.parametrize("ema", [None, 0.5])

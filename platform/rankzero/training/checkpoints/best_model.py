@@ -40,6 +40,7 @@ from rankzero.training.checkpoints import restore
 from rankzero.training.data import sets
 from rankzero.training.data.stream import make_loader
 from rankzero.training.optimization import frozen
+from rankzero.training.strategies.base import with_versions
 from rankzero.training_position import Progress, measure_at
 
 _POLL_SECONDS, _END_SECONDS = 0.1, 2.0
@@ -158,7 +159,7 @@ def load_best(folder: RunFolder) -> nn.Module:
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     try:
         return _load_model(experiment, path)
-    except (RuntimeError, KeyError, checkpoint_files.BrokenCheckpoint) as error:
+    except (RuntimeError, ValueError, KeyError, checkpoint_files.BrokenCheckpoint) as error:
         raise UserError(
             f"{path} does not fit the experiment's model as its file is now: {error}"
         ) from error
@@ -314,7 +315,7 @@ def _load_model(experiment: Experiment, path: Path) -> nn.Module:
     if saved.get("model_randoms") is not None:
         rng.restore(saved["model_randoms"], torch.device("cpu"))
     model: nn.Module = experiment.model()
-    model.load_state_dict(saved.get("ema", saved["model"]))
+    model.load_state_dict(with_versions(saved.get("ema", saved["model"]), model))
     return model.eval()
 
 

@@ -148,11 +148,16 @@ def _map_tensors(
     if isinstance(value, Tensor):
         return change(value, path)
     if isinstance(value, dict):
-        copied = {}
+        copied: dict[Any, Any] = {}
         for original, item in value.items():
             key = plain(original)
             _require_loadable(key, (*path, key))
             copied[key] = _map_tensors(item, change, (*path, key))
+        versions = getattr(value, "_metadata", None)
+        if isinstance(versions, dict):
+            # That of a model. A module may refuse, or convert, a state without its version.
+            copied = collections.OrderedDict(copied)
+            vars(copied)["_metadata"] = _map_tensors(versions, change, (*path, "_metadata"))
         return copied
     if isinstance(value, (list, tuple)):
         items = [_map_tensors(item, change, (*path, index)) for index, item in enumerate(value)]

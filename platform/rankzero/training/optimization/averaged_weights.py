@@ -10,6 +10,7 @@ The averages of weights in bf16 or fp16 are in fp32: a half would round each sma
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -95,10 +96,10 @@ class AveragedWeights:
     def _state_of(self, values: Sequence[Tensor]) -> dict[str, Any]:
         with self._exchanged(values):
             # Copied, because the model's own tensors get the training's weights back.
-            found: dict[str, Any] = map_tensors(dict(self._strategy.model_state()), Tensor.clone)
+            found: dict[str, Any] = map_tensors(self._strategy.model_state(), Tensor.clone)
         return found
 
-    def load(self, saved: Mapping[str, Any], rests: Sequence[Mapping[str, Any]] = ()) -> None:
+    def load(self, saved: dict[str, Any], rests: Sequence[Mapping[str, Any]] = ()) -> None:
         """Take the averages of a checkpoint. It overwrites the model. Collective.
 
         `rests`: none in a checkpoint of an older version.
@@ -106,7 +107,10 @@ class AveragedWeights:
         self._strategy.load_model(saved)
         self.restart()
         for number, rest in enumerate(rests, 1):
-            self._strategy.load_model({**saved, **rest})
+            # A copy keeps the versions of the modules' states.
+            whole = copy.copy(saved)
+            whole.update(rest)
+            self._strategy.load_model(whole)
             for weight, average in zip(self._floating(), self._averages, strict=True):
                 if weight.dtype in _HALVES:
                     average.add_(weight, alpha=_SCALE**-number)

@@ -5,6 +5,7 @@ The training loop uses nothing else of a strategy. Each strategy is a class with
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import math
@@ -166,6 +167,21 @@ def set_trained(model: nn.Module, names: Collection[str]) -> None:
     """Let the parameters with these names have gradients, and no others."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names)
+
+
+def with_versions(saved: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return a copy of a model's state dict that has the version of each module's state.
+
+    A module may take a state without its version for an old one, and convert or refuse it. If
+    `saved` has none, as that of a divided model, they are those of `model`.
+    """
+    versions = getattr(saved, "_metadata", None)
+    if versions is None:
+        modules = model.named_modules(remove_duplicate=False)
+        versions = {name: {"version": module._version} for name, module in modules}
+    found = collections.OrderedDict(saved)
+    vars(found)["_metadata"] = versions
+    return found
 
 
 def divide_gradients(model: nn.Module, loss: Tensor, samples: int, world: World) -> None:

@@ -43,6 +43,7 @@ from rankzero.training.strategies.base import (
     Strategy,
     clip_by,
     total_norm,
+    with_versions,
 )
 from rankzero.training.strategies.stages import StageOutput, input_of, make_stage
 
@@ -140,7 +141,11 @@ class Pipeline:
         return {name: value for model in found for name, value in model.items()}
 
     def load_model(self, saved: Mapping[str, Any]) -> None:
-        self.model.load_state_dict({name: saved[name] for name in self.model.state_dict()})
+        mine = with_versions(saved, self.model)
+        # The others are those of other stages.
+        for name in saved.keys() - self.model.state_dict().keys():
+            del mine[name]
+        self.model.load_state_dict(mine)
 
     def state(self) -> dict[str, Any]:
         mine = (

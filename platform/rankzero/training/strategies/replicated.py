@@ -35,6 +35,7 @@ from rankzero.training.strategies.base import (
     Shard,
     checksum,
     set_trained,
+    with_versions,
 )
 
 
@@ -129,7 +130,7 @@ class Replicated:
         return self.model.state_dict()
 
     def load_model(self, saved: Mapping[str, Any]) -> None:
-        self.model.load_state_dict(saved)
+        self.model.load_state_dict(with_versions(saved, self.model))
 
     def state(self) -> dict[str, Any]:
         parts = parts_of(self.optimizer)

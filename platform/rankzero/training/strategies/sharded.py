@@ -41,6 +41,7 @@ from rankzero.training.strategies.base import (
     clip_by,
     set_trained,
     total_norm,
+    with_versions,
 )
 from rankzero.training.strategies.units import units
 
@@ -122,7 +123,7 @@ class Sharded:
         return get_model_state_dict(self.model, options=_GATHER)
 
     def load_model(self, saved: Mapping[str, Any]) -> None:
-        set_model_state_dict(self.model, dict(saved), options=_SCATTER)
+        set_model_state_dict(self.model, with_versions(saved, self.model), options=_SCATTER)
 
     def state(self) -> dict[str, Any]:
         return {
