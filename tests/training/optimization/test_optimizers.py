@@ -78,6 +78,21 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
         optimizers.of(Mistaken(), linear())
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_a_parameter_that_is_not_in_the_model_is_refused(several: bool) -> None:
+    class Mistaken(Experiment):
+        def optimizer(self, model: nn.Module) -> Any:
+            criterion = nn.Bilinear(2, 3, 4, bias=False)
+            if several:
+                parts = {"net": model.parameters(), "loss": criterion.parameters()}
+                return {name: optim.SGD(one, lr=0.1) for name, one in parts.items()}
+            return optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
+
+    says = r"a parameter of shape \[4, 2, 3\] that is not in the model: make its module a part of"
+    with pytest.raises(UserError, match=says):
+        optimizers.of(Mistaken(), linear())
+
+
 def test_a_lazy_module_has_an_optimizer_before_its_first_forward() -> None:
     class Lazy(Experiment):
         def optimizer(self, model: nn.Module) -> optim.Optimizer:

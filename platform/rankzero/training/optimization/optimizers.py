@@ -22,7 +22,7 @@ def of(experiment: Experiment, model: nn.Module, *, fuse: bool = True) -> Optimi
 
     Several optimizers become a JointOptimizer. Parameters that a single one lacks are frozen.
     Raises UserError if several do not divide the model's parameters among them, if one has none of
-    them, or if one needs a closure.
+    them, or others, or if one needs a closure.
     """
     made, precision = experiment.optimizer(model), experiment.train.precision
     for one in made.values() if isinstance(made, Mapping) else (made,):
@@ -31,9 +31,12 @@ def of(experiment: Experiment, model: nn.Module, *, fuse: bool = True) -> Optimi
         joint_optimizer.check_turns(experiment, made)
     if isinstance(made, Mapping):
         joint_optimizer.check(made, model)
+        for one in made.values():
+            refuse_others(one, model)
         parts = {name: fused(one, model, precision) if fuse else one for name, one in made.items()}
         return JointOptimizer(parts)
     _freeze_others(made, model)
+    refuse_others(made, model)
     return fused(made, model, precision) if fuse else made
 
 
@@ -50,6 +53,22 @@ def _freeze_others(optimizer: Optimizer, model: nn.Module) -> None:
     for parameter in trainable:
         if parameter not in mine:
             parameter.requires_grad_(False)
+
+
+def refuse_others(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raise UserError for a parameter that `model` does not have.
+
+    No checkpoint would have it, each rank would train its own, and no clipping would count it.
+    """
+    own = set(model.parameters())
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in own:
+                raise UserError(
+                    f"optimizer() has a parameter of shape {list(parameter.shape)} that is not in "
+                    "the model: make its module a part of what model() returns, so that "
+                    "checkpoints and all ranks have it"
+                )
 
 
 def check_steps_alone(optimizer: Any) -> None:

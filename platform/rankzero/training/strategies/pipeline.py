@@ -247,6 +247,7 @@ def build(
             "one, or use ddp or fsdp"
         )
     optimizers.check_steps_alone(whole)
+    optimizers.refuse_others(whole, model)
     names = parameter_names.order(model, whole)
     size = train.batch_size // _micro_batch_count(train, world.size)
 
