@@ -77,24 +77,37 @@ def _take_turns(
             # It lets an optimizer step once between two updates.
             scaler.update()
             scaled.clear()
-        metrics, _ = _accumulate(job, step, turn, iter(micro_batches))
+        mine = optimizer.parts[turn]
+        # `frozen` may hold all of its parameters, and then its loss may have no gradient.
+        is_trained = any(p.requires_grad for group in mine.param_groups for p in group["params"])
+        metrics, _ = _accumulate(job, step, turn, iter(micro_batches), is_trained=is_trained)
         for name, part in optimizer.parts.items():
             if name != turn:
                 part.zero_grad(set_to_none=True)
-        job.strategy.average_gradients(optimizer.parts[turn])
-        scaled |= {turn} if _has_gradients(optimizer.parts[turn]) else set()
-        metrics |= _use_gradients(job, optimizer.parts[turn])
+        job.strategy.average_gradients(mine)
+        scaled |= {turn} if _has_gradients(mine) else set()
+        metrics |= _use_gradients(job, mine)
         found |= {f"{turn}/{name}": value for name, value in metrics.items()}
     return found, data_wait
 
 
 def _accumulate(
-    job: TrainingContext, step: int, turn: str | None, batches: Iterator[Any]
+    job: TrainingContext,
+    step: int,
+    turn: str | None,
+    batches: Iterator[Any],
+    *,
+    is_trained: bool = True,
 ) -> tuple[dict[str, Tensor], float]:
-    """Add up the gradients of a step or a turn. Return as `train_step`. Collective."""
+    """Add up the gradients of a step or a turn. Return as `train_step`. Collective.
+
+    `is_trained`: whether there are gradients, the same on every rank.
+    """
     strategy = job.strategy
     weights = job.batch_order.weights(step, strategy.shard.rank)
     how = job.micro_batch_step(step, training=True, turn=turn, accumulation=len(weights))
+    if not is_trained:
+        how = dataclasses.replace(how, has_backward=False)
     metrics: dict[str, Tensor] = {}
     data_wait = 0.0
     for index, weight in enumerate(weights):
@@ -117,7 +130,7 @@ def _accumulate(
                 name: v / how.accumulation + metrics.get(name, 0.0) for name, v in values.items()
             }
         metrics = values
-    if metrics["loss"].dim():
+    if metrics["loss"].dim() and is_trained:
         # A Ratio: only now is its whole denominator known.
         divide_gradients(strategy.model, metrics["loss"], how.samples, job.world)
     return metrics, data_wait
@@ -129,7 +142,7 @@ def _use_gradients(job: TrainingContext, optimizer: Optimizer) -> dict[str, Tens
     found: dict[str, Tensor] = {}
     if train.clip is not None or train.log_gradient_norm:
         # The norm is bounded in true units, so the loss scale must go first.
-        if scaler is not None:
+        if scaler is not None and _has_gradients(optimizer):
             scaler.unscale_(optimizer)
         norm = job.strategy.clip(train.clip or math.inf)
         if train.log_gradient_norm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,16 @@ AGAIN = {"again": "plain", "repeated-again": "repeated"}
 ODD: dict[str, dict[str, Any]] = {
     "still": {"still": "generator", "train__precision": "fp16"},
     "rare": {"rare": True, "train__clip": 0.05},
+    "held": {
+        "still": "discriminator",
+        "repeats": 2,
+        "ratio": True,
+        "train__precision": "fp16",
+        "train__clip": 0.05,
+    },
 }
-"""Turns in which a rank lacks gradients: all of them, and one."""
+"""Turns in which a rank lacks gradients: all of them, one, and those without anything to train."""
+ODD_CASES = [*itertools.product(("ddp", "zero1"), ODD), ("fsdp", "held")]
 
 
 def case(name: str, stop_at: int | None = None, **changes: Any) -> Case:
@@ -45,11 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in STRATEGIES
         for variant, changes in VARIANTS.items()
     ]
-    cases += [
-        case(f"{name}-{odd}", train__strategy=name, **changes)
-        for name in ("ddp", "zero1")
-        for odd, changes in ODD.items()
-    ]
+    cases += [case(f"{name}-{odd}", train__strategy=name, **ODD[odd]) for name, odd in ODD_CASES]
     for again, variant in AGAIN.items():
         settings = VARIANTS[variant]
         cases += [
@@ -63,9 +68,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return launched(tmp_path_factory.mktemp("turns"), 2, cases)
 
 
-def alone(folder: Path, name: str, stop_at: int | None = None, **changes: Any) -> dict[str, Any]:
+def alone(
+    folder: Path, name: str, stop_at: int | None = None, *, fails: bool = False, **changes: Any
+) -> dict[str, Any]:
     world = World(Ranks(), torch.device("cpu"))
-    return attempted(world, case(name, stop_at, **changes), folder / name)
+    found = attempted(world, case(name, stop_at, **changes), folder / name)
+    assert fails or "error" not in found, found["error"]
+    return found
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -84,13 +93,11 @@ def test_two_ranks_take_the_turns_of_one(
         assert two["evaluated"][step] == pytest.approx(metrics, rel=20 * tolerance)
 
 
-@pytest.mark.parametrize("odd", ODD)
-@pytest.mark.parametrize("name", ["ddp", "zero1"])
+@pytest.mark.parametrize(("name", "odd"), ODD_CASES)
 def test_ranks_without_a_gradient_take_the_turn(
     folder: Path, tmp_path: Path, name: str, odd: str
 ) -> None:
     one, two = alone(tmp_path, "one", **ODD[odd]), seen(folder, f"{name}-{odd}")
-    assert "error" not in one, one["error"]
     assert two["logged"].keys() == one["logged"].keys()
     for metric in ("train/generator/loss", "train/discriminator/loss"):
         assert two["logged"][metric] == pytest.approx(one["logged"][metric], rel=1e-3), metric
@@ -135,6 +142,7 @@ def test_an_optimizer_takes_each_of_its_turns(tmp_path: Path, precision: str) ->
     assert logged["train/loss"] == [sum(two) for two in zip(*parts, strict=True)]
     # Without a trained parameter, more turns change nothing.
     assert losses[4, "discriminator"] == losses[1, "discriminator"]
+    assert len(losses[4, "discriminator"]["train/generator/loss"]) == 2
 
 
 def test_clipping_bounds_the_gradient_of_each_turn(tmp_path: Path) -> None:
@@ -159,13 +167,13 @@ def test_turns_whose_weights_are_nan_end_before_a_checkpoint_has_them(
     folder: Path, tmp_path: Path
 ) -> None:
     two = seen(folder, "ddp-diverged", fails=True)
-    for found in (two, alone(tmp_path, "one", discriminator_lr=1e30)):
+    for found in (two, alone(tmp_path, "one", fails=True, discriminator_lr=1e30)):
         assert found["error"].startswith("NotFinite: train/loss is not finite at step ")
     assert not [*folder.glob("ddp-diverged/checkpoints/step_*"), *tmp_path.rglob("step_*")]
 
 
 def test_turns_need_an_optimizer_each(tmp_path: Path) -> None:
-    found = alone(tmp_path, "one", given="one")
+    found = alone(tmp_path, "one", fails=True, given="one")
     assert "turns names discriminator, generator, but optimizer() returns one" in found["error"]
 
 

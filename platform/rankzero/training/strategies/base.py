@@ -49,6 +49,8 @@ class MicroBatchStep:
     """The micro-batch's, in the mean over the step. A `Ratio` has its own; 0 counts nothing."""
     copies: MetricCopies | None = None
     """For a training step: which metrics are copied."""
+    has_backward: bool = True
+    """Whether there are gradients to compute: not in a turn that trains no parameter."""
 
     def forward(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """Return what the user's `measure` returns for a batch."""
@@ -75,7 +77,8 @@ class MicroBatchStep:
                 loss = loss * self.weight
             if self.accumulation > 1:
                 loss = loss / self.accumulation
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            if self.has_backward:
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             if self.weight == 1:
                 return found
             shares = float(self.weight > 0), self.weight
