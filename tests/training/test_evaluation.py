@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from torch.utils.data import IterableDataset, default_collate
 
 from rankzero import experiment_file
 from rankzero.config import override
@@ -16,6 +18,7 @@ from rankzero.errors import UserError
 from rankzero.events import Evaluated
 from rankzero.experiment import Goal
 from rankzero.ranks import Ranks
+from rankzero.ratio import Ratio
 from rankzero.run_store import checkpoint_files
 from rankzero.training.data import sets
 from rankzero.training.data.stream import length_of
@@ -81,6 +84,52 @@ def test_each_validation_set_has_metrics_of_its_own(train: Trainer) -> None:
         f"val/{name}/{metric}" for name in ("near", "far") for metric in ("loss", "accuracy", "f1")
     }
     assert trained.state.best == max(e.metrics["val/far/accuracy"] for e in evaluated(trained))
+
+
+class Skipping(Tiny):
+    """Skips broken samples, of which some batches consist."""
+
+    goal = Goal("val/loss", "min")
+    is_stream: bool = False
+
+    def data(self) -> Any:
+        train, _ = super().data()
+        good, broken = [train[number] for number in range(4)], [(None, 0)] * 2
+        samples = [*good[:2], *broken, *good[2:]]
+        return train, Samples(samples) if self.is_stream else samples
+
+    def collate(self, samples: Any) -> Any:
+        found = [one for one in samples if one[0] is not None]
+        return default_collate(found) if found else None
+
+    def measure(self, model: Any, batch: Any) -> Any:
+        if batch is None:
+            return {"loss": Ratio(torch.zeros(()), 0)}
+        x, y = batch
+        return {"loss": Ratio(cross_entropy(model(x), y, reduction="sum"), len(y))}
+
+
+class Samples(IterableDataset[Any]):
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.samples)
+
+
+@pytest.mark.parametrize(
+    ("is_stream", "strategy"), [(False, "single"), (True, "single"), (False, "fsdp")]
+)
+def test_a_batch_that_is_none_does_not_end_an_evaluation(
+    train: Trainer, is_stream: bool, strategy: str
+) -> None:
+    settings = {"train.steps": 1, "train.eval_batch": 2, "train.strategy": strategy}
+    trained = train(override(Skipping(), {**settings, "is_stream": is_stream}))
+    (found,) = evaluated(trained)
+    x, y = default_collate([trained.job.experiment.data()[0][number] for number in range(4)])
+    with torch.no_grad():
+        loss = cross_entropy(trained.state.model.eval()(x), y).item()
+    assert found.metrics["val/loss"] == pytest.approx(loss, rel=1e-5)
 
 
 @pytest.mark.parametrize("stop_at", [None, 8])

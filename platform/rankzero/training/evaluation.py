@@ -117,7 +117,9 @@ def _evaluate(
     with capture.watching(model) as captured:
         for batch, samples in _batches(job, loader):
             poll.check()
-            values = None if batch is None else strategy.forward_metrics(micro_step, batch)
+            values = None
+            if samples or strategy.lockstep:
+                values = strategy.forward_metrics(micro_step, batch)
             job.beat()
             if values is not None:
                 totals.add(values, samples)
@@ -138,18 +140,20 @@ def _batches(job: TrainingContext, loader: Loader) -> Iterator[tuple[Any, int]]:
     batches = loader.eval_batches(batch_size, shard.rank, shard.size, lockstep=lockstep)
     samples = loader.samples - (loader.samples % shard.size if lockstep else 0)
     most = max(1, math.ceil(samples / (batch_size * shard.size)))
-    last = None
+    last, has_any = None, False
     for number in itertools.count():
+        # `collate` may return None for samples, too.
         batch, size = next(batches, (None, 0))
         # No rank knows how many batches of a stream another one has.
         if isinstance(loader, StreamLoader):
-            has_ended = job.world.all(batch is None)
+            has_ended = job.world.all(not size)
         else:
-            has_ended = batch is None and number >= most
+            has_ended = not size and number >= most
         if has_ended:
             return
-        last = last if batch is None else batch
-        if last is None and (strategy.lockstep or lockstep):
+        if size:
+            last, has_any = batch, True
+        if not has_any and (strategy.lockstep or lockstep):
             mend = "lockstep = False" if lockstep else "train.strategy=ddp"
             count = f"{loader.samples} samples, fewer" if loader.samples else "fewer samples"
             raise UserError(
