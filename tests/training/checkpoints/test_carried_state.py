@@ -29,6 +29,7 @@ class Remembering(nn.Module):
         self.kind, self.layer, self.memory = kind, nn.Linear(8, 2), torch.zeros(())
         self.calls, self.odd = 0, float("nan")
         self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("hidden", torch.zeros(()), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)
@@ -42,6 +43,10 @@ class Remembering(nn.Module):
             self.memory = y.sum()
         if self.kind == "replaced":
             self.memory = x.mean()
+        if self.kind == "unsaved":
+            self.hidden = x.mean()
+        if self.kind == "unsaved table" and not self.hidden.dim():
+            self.hidden = torch.ones(2)
         if self.kind == "counted":
             self.calls += 1
         if self.kind == "written":
@@ -92,6 +97,7 @@ def resumed(train: Trainer, folder: Path, kind: str, stop_at: int) -> list[str]:
     [
         ("replaced", "model.memory"),
         ("written", "model.memory"),
+        ("unsaved", "model.hidden"),
         ("counted", "model.calls"),
         ("sharded", "model.calls"),
         ("kept by the experiment", "experiment.hidden"),
@@ -104,7 +110,9 @@ def test_resume_within_an_epoch_names_what_it_lacks(
     assert text.startswith(f"{name} changes with each batch") and "not exact" in text
 
 
-@pytest.mark.parametrize("kind", ["nothing", "table", "inference", "result", "saved"])
+@pytest.mark.parametrize(
+    "kind", ["nothing", "table", "unsaved table", "inference", "result", "saved"]
+)
 def test_what_a_resume_has_again_is_not_named(train: Trainer, tmp_path: Path, kind: str) -> None:
     assert not resumed(train, tmp_path, kind, 8)
 

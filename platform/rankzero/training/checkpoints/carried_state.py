@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 from rankzero.training.job import State, TrainingContext
 
-# Checkpoints have the first three. `LightningSteps` clears the last one before each batch.
+# Checkpoints have the first three, but for buffers that are not persistent. `LightningSteps` clears
+# the last one before each batch.
 _HARMLESS = ("_parameters", "_buffers", "_modules", "_logged")
 # PyTorch's wrappers count batches for themselves. `fully_shard` gives the user's classes a
 # `__module__` of PyTorch, so that tells nothing.
@@ -79,7 +80,10 @@ def _is_carried(leaf: Any) -> bool:
 
 
 def _attributes(job: TrainingContext, model: nn.Module) -> _Seen:
-    """Return the tensors and numbers in plain attributes of the experiment and the modules."""
+    """Return the tensors and numbers that the experiment and the modules have outside of a state.
+
+    These are in plain attributes, or are buffers that are not persistent.
+    """
     holders: dict[str, Any] = {"experiment": job.experiment, "model": model}
     holders |= {f"model.{name}": module for name, module in model.named_modules() if name}
     found: _Seen = {}
@@ -87,7 +91,9 @@ def _attributes(job: TrainingContext, model: nn.Module) -> _Seen:
         saves_more = getattr(type(owner), "get_extra_state", None) is not nn.Module.get_extra_state
         if isinstance(owner, nn.Module) and saves_more and job.world.size == 1:
             continue  # A process alone saves what `get_extra_state` has.
-        for name, value in vars(owner).items():
+        unsaved = getattr(owner, "_non_persistent_buffers_set", ())
+        kept = {name: owner._buffers.get(name) for name in unsaved}
+        for name, value in {**vars(owner), **kept}.items():
             every = () if name in _HARMLESS else pytree.tree_iter(value)
             leaves = list(itertools.islice(every, _MOST_LEAVES))
             seen = [(one, _version(one)) for one in leaves if _is_carried(one)]
