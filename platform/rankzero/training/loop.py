@@ -49,7 +49,7 @@ def fit(
     stopped = StopCode.NONE
     if state.evaluation_pending:
         stopped = actions.repeat_interrupted_evaluation()
-    else:
+    elif state.step < actions.last_step:
         actions.begin_epoch()
     reporter.start_window()
     while not stopped and state.step < actions.last_step:

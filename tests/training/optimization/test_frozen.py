@@ -58,6 +58,17 @@ def test_a_resume_across_the_change_is_bit_identical(
     assert notices(stopped) + notices(again) == notices(straight), "each change is reported once"
 
 
+def test_a_training_that_is_complete_begins_no_epoch(train: Trainer, tmp_path: Path) -> None:
+    class Planned(type(staged())):  # type: ignore[misc]
+        def frozen(self, epoch: int) -> list[str]:
+            return (["0"], [])[epoch]
+
+    experiment = Planned(**vars(staged(train__steps=2 * STEPS_OF_AN_EPOCH)))
+    assert len(notices(train(experiment, tmp_path))) == 2
+    again = train(experiment, tmp_path)
+    assert again.state.step == 2 * STEPS_OF_AN_EPOCH and not again.events
+
+
 def test_what_the_model_itself_froze_stays_frozen(train: Trainer, tmp_path: Path) -> None:
     class Partly(type(staged())):  # type: ignore[misc]
         def model(self) -> Any:
