@@ -45,6 +45,25 @@ def test_an_optimizer_that_needs_a_closure_is_refused(several: bool) -> None:
         optimizers.of(LineSearch(), linear())
 
 
+class OwnRate(optim.SGD):
+    """Computes its learning rate itself, as Transformers' Adafactor does by default."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.param_groups[0]["lr"] = None
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_an_optimizer_with_a_learning_rate_of_its_own_is_refused(several: bool) -> None:
+    class Relative(Experiment):
+        def optimizer(self, model: nn.Module) -> Any:
+            made = OwnRate(model.parameters())
+            return {"all": made} if several else made
+
+    with pytest.raises(UserError, match=r"returned OwnRate without a learning rate, .* pass lr="):
+        optimizers.of(Relative(), linear())
+
+
 @pytest.mark.parametrize(
     ("made", "says"),
     [

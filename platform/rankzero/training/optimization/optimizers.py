@@ -72,7 +72,10 @@ def refuse_others(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def check_steps_alone(optimizer: Any) -> None:
-    """Raise UserError if it is no optimizer, or if its step calls the loss itself, as L-BFGS's."""
+    """Raise UserError if it is no optimizer, or if its step or its learning rate is its own.
+
+    A step of L-BFGS calls the loss itself.
+    """
     if not hasattr(optimizer, "param_groups"):
         raise UserError(
             f"optimizer() returned {_named(optimizer)}: return a torch.optim.Optimizer, or {{name: "
@@ -85,6 +88,12 @@ def check_steps_alone(optimizer: Any) -> None:
             f"optimizer() returned {type(optimizer).__name__}, and a step of it needs a closure, "
             "which it calls several times: RankZero calls measure() once a step. Use another "
             "optimizer, or keep your own loop with rankzero.track"
+        )
+    if any(group.get("lr") is None for group in optimizer.param_groups):
+        raise UserError(
+            f"optimizer() returned {type(optimizer).__name__} without a learning rate, which "
+            "train.schedule or schedule() multiplies: pass lr=…, and to Transformers' Adafactor "
+            "relative_step=False"
         )
 
 
