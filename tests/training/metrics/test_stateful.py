@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from typing import Any, ClassVar
 
 import pytest
@@ -39,6 +40,18 @@ def test_update_gets_all_samples_at_once() -> None:
     assert metrics.compute([5], 0) == {"one/low": 0.25, "one/high": 1.0, "two": 2.0}
     ((rows, above),) = one.updates
     assert rows.tolist() == [0, 1, 2, 3, 4] and above.tolist() == [False, False, True, True, True]
+
+
+def test_a_column_of_the_outputs_does_not_keep_them_all() -> None:
+    one = Seen()
+    metrics = StatefulMetrics({"one": one}, ALONE, 1)
+    logits = torch.rand(2, 50_000)
+    kept, column = weakref.ref(logits), logits[:, 7].tolist()
+    metrics.update({"one": (logits[:, 7], torch.ones(2))}, 2)
+    del logits
+    assert kept() is None
+    metrics.compute([2], 0)
+    assert one.updates[0][0].tolist() == column
 
 
 @pytest.mark.parametrize(

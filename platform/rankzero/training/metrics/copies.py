@@ -1,10 +1,20 @@
-"""Copies of metrics whose memory is written again before the report, such as a parameter."""
+"""Copies of metrics whose memory is written again, such as a parameter's, or is a part of much."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
+import torch
 from torch import Tensor, nn
+
+_LARGE = 1 << 16  # bytes; a window of a thousand steps may keep as much of each metric
+
+
+def is_part_of_much(value: Tensor) -> bool:
+    """Return whether a tensor keeps much more memory than its own, as `logits[0, 0]` does."""
+    # A sparse tensor is never a view.
+    is_strided = value.layout is torch.strided
+    return is_strided and value.untyped_storage().nbytes() > max(_LARGE, value.nbytes)
 
 
 class MetricCopies:

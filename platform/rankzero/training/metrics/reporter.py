@@ -12,6 +12,7 @@ from torch import Tensor
 from rankzero.events import Event, Noticed, StepsLogged
 from rankzero.metric_names import DATA_WAIT, SPEED, STEP_SECONDS
 from rankzero.training.job import State, TrainingContext
+from rankzero.training.metrics.copies import is_part_of_much
 from rankzero.training.metrics.derived import derived_columns
 from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.metrics.window import (
@@ -23,8 +24,6 @@ from rankzero.training.metrics.window import (
 )
 from rankzero.training.optimization.optimizers import learning_rates
 from rankzero.training.stop import LONGEST_WINDOW, StopCode, next_interval
-
-_LARGE = 1 << 16  # bytes; a window of a thousand steps may keep as much of each metric
 
 
 class Reporter:
@@ -62,11 +61,7 @@ class Reporter:
             first = () if self._job.experiment.turns else ("loss",)
             self._columns = {name: [] for name in (*first, *metrics)}
             self._count = len(self._columns)
-            self._views = {
-                name
-                for name, value in metrics.items()
-                if value.untyped_storage().nbytes() > max(_LARGE, value.nbytes)
-            }
+            self._views = {name for name, value in metrics.items() if is_part_of_much(value)}
         try:
             for name, column in self._columns.items():
                 column.append(metrics[name].clone() if name in self._views else metrics[name])
