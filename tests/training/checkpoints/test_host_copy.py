@@ -77,6 +77,21 @@ def test_numbers_of_numpy_and_of_subclasses_become_plain() -> None:
     assert loaded["min"] is True
 
 
+class Named(torch.Tensor):
+    """As MONAI's MetaTensor: what is computed from a batch has its class, too."""
+
+
+def test_tensors_of_a_subclass_become_plain() -> None:
+    mean = torch.ones(3).as_subclass(Named) * 2
+    copier, content = host_copy.HostCopier(), io.BytesIO()
+    for _ in range(2):
+        copied = copier.copy({"model": {"mean": mean}}).wait()
+    assert type(mean) is Named and type(copied["model"]["mean"]) is torch.Tensor
+    torch.save(copied, content)
+    loaded = torch.load(io.BytesIO(content.getbuffer()), weights_only=True)
+    assert loaded["model"]["mean"].tolist() == [2, 2, 2]
+
+
 def test_prepared_buffers_are_those_of_the_copy() -> None:
     copier, weights = host_copy.HostCopier(), torch.arange(5000.0)
     tensors = [weights, torch.ones(3, dtype=torch.bfloat16), torch.ones(4, 5), torch.ones(7)]

@@ -74,9 +74,9 @@ class HostCopier:
                 if kind is not None and self._spare[kind]:
                     buffer = self._spare[kind].pop()
                 else:
-                    buffer = _empty_on_host(source)
+                    buffer = _plain_tensor(_empty_on_host(source))
                 self._buffers[path] = buffer
-            return buffer.copy_(source, non_blocking=on_gpu)
+            return buffer.copy_(_plain_tensor(source), non_blocking=on_gpu)
 
         copied = _map_tensors(state, copy_tensor, ())
         self._spare.clear()
@@ -128,6 +128,15 @@ def _empty_on_host(source: Tensor) -> Tensor:
     with contextlib.suppress(RuntimeError):
         return torch.empty_like(source, device="cpu", pin_memory=source.device.type == "cuda")
     return torch.empty_like(source, device="cpu")
+
+
+def _plain_tensor(tensor: Tensor) -> Tensor:
+    """Return a tensor of a subclass, such as MONAI's, as a plain one.
+
+    weights_only loading refuses other classes. One that wraps tensors stays as it is.
+    """
+    wraps = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return tensor if wraps or type(tensor) is Tensor else tensor.as_subclass(Tensor)
 
 
 def kind_of(tensor: Tensor) -> Kind | None:
