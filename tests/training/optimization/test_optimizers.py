@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor, nn, optim
 from rankzero import Experiment, UserError
 from rankzero.training.optimization import optimizers
 from rankzero.training.optimization.optimizers import fused, learning_rates, place_steps, set_lr
+from support.training import Trainer, tiny, weights
 
 
 def linear() -> nn.Linear:
@@ -188,6 +190,47 @@ def test_step_counts_are_on_the_device_that_the_kernels_read() -> None:
     inner.state[parameter] = {"step": torch.tensor(3.0)}
     place_steps(outer)
     assert inner.state[parameter]["step"].device.type == "meta"
+
+
+class OnGpu(Tensor):
+    """A tensor that stands for one on a GPU, until it is moved."""
+
+    def to(self, device: Any) -> Tensor:  # type: ignore[override]
+        assert device == "cpu"
+        return self.as_subclass(Tensor)
+
+
+def test_nadams_product_is_where_its_step_count_is() -> None:
+    """On a GPU, NAdam would wait for the device at each parameter."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = optim.NAdam([parameter])
+    loaded = {name: torch.ones(()).as_subclass(OnGpu) for name in ("step", "mu_product")}
+    optimizer.state[parameter] = loaded
+    place_steps(optimizer)
+    assert {type(value) for value in optimizer.state[parameter].values()} == {Tensor}
+
+
+class Halves(type(tiny())):  # type: ignore[misc]
+    def model(self) -> nn.Module:
+        return super().model().bfloat16()  # type: ignore[no-any-return]
+
+    def optimizer(self, model: nn.Module) -> optim.Optimizer:
+        return optim.NAdam(model.parameters(), lr=self.lr)
+
+    def measure(self, model: Any, batch: Any) -> Any:
+        return super().measure(model, [batch[0].bfloat16(), batch[1]])
+
+
+def test_a_state_of_nadam_keeps_its_format_over_a_resume(train: Trainer, tmp_path: Path) -> None:
+    experiment = Halves(**vars(tiny(train__steps=20)))
+    straight = train(experiment, tmp_path / "straight")
+    train(experiment, tmp_path / "parts", stop_at=9)
+    again = train(experiment, tmp_path / "parts")
+    assert all(map(torch.equal, weights(straight), weights(again)))
+    states = [one.state.optimizer.state.values() for one in (straight, again)]
+    for before, now in zip(*states, strict=True):
+        assert {k: v.dtype for k, v in now.items()} == {k: v.dtype for k, v in before.items()}
+        assert all(torch.equal(now[name], before[name]) for name in before)
 
 
 def two_groups() -> optim.Optimizer:

@@ -237,8 +237,31 @@ def change_options(
         group.update({name: mine[name] for name in changed})
 
 
+def keep_types(
+    optimizer: Optimizer, saved: Mapping[str, Any], weights: Sequence[Tensor | None]
+) -> None:
+    """Give each loaded state the number format that it was saved in.
+
+    PyTorch casts it to that of its parameter. `saved`: by the parameters' numbers. `weights`: the
+    checkpoint's; where a parameter has another format than its weight, its state follows.
+    """
+    every = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for number, (parameter, weight) in enumerate(zip(every, weights, strict=True)):
+        state, before = optimizer.state.get(parameter) or {}, saved["state"].get(number) or {}
+        if weight is None or weight.dtype != parameter.dtype:
+            continue
+        for name, value in state.items():
+            was = before.get(name)
+            # A fused kernel reads the step count in a format of its own.
+            if name != "step" and isinstance(was, Tensor) and was.dtype != value.dtype:
+                state[name] = was.to(value.device, copy=True)
+
+
 def place_steps(optimizer: Optimizer) -> None:
-    """Move the step counts of a loaded checkpoint to where the optimizer's kernels read them."""
+    """Move the step counts of a loaded checkpoint to where the optimizer's kernels read them.
+
+    NAdam's product over steps is next to them.
+    """
     for part in joint_optimizer.parts_of(optimizer):
         # ZeroRedundancyOptimizer holds the real optimizer as `optim`.
         inner = getattr(part, "optim", None)
@@ -251,5 +274,6 @@ def place_steps(optimizer: Optimizer) -> None:
             on_device = bool(group.get("fused") or group.get("capturable"))
             for parameter in own["params"]:
                 state = inner.state.get(parameter) or {}
-                if isinstance(state.get("step"), Tensor):
-                    state["step"] = state["step"].to(parameter.device if on_device else "cpu")
+                for name in ("step", "mu_product"):
+                    if isinstance(state.get(name), Tensor):
+                        state[name] = state[name].to(parameter.device if on_device else "cpu")

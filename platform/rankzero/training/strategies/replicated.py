@@ -151,7 +151,9 @@ class Replicated:
         self.load_model(saved["model"])
         # A checkpoint of a sharded model has names instead of numbers.
         names = parameter_names.order(self.model, self.optimizer)
-        self.optimizer.load_state_dict(parameter_names.by_number(saved["optimizer"], names))
+        numbered = parameter_names.by_number(saved["optimizer"], names)
+        self.optimizer.load_state_dict(numbered)
+        optimizers.keep_types(self.optimizer, numbered, [saved["model"].get(one) for one in names])
 
 
 def _trained(model: nn.Module) -> list[str]:
