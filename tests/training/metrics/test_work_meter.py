@@ -79,6 +79,11 @@ def test_a_model_without_meta_kernels_has_a_notice_and_no_utilisation() -> None:
     assert notice.startswith("throughput/mfu is unknown: ") and "mfu" not in meter.rates(1, 1.0)
 
 
+def test_a_lazy_model_has_no_utilisation() -> None:
+    meter = WorkMeter(samples, 1.0, 1e6, nn.LazyLinear(1), [mean])
+    assert not watched(meter, torch.ones(4, 8)) and "mfu" not in meter.rates(1, 1.0)
+
+
 def test_nothing_is_wrapped_if_nothing_is_counted() -> None:
     batches: Iterator[Any] = iter(())
     assert WorkMeter().watch(batches, print) is batches

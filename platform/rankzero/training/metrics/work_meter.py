@@ -126,11 +126,12 @@ def of(experiment: Experiment, model: nn.Module, world: World, at: Progress) -> 
 def _on_meta(model: nn.Module) -> nn.Module | None:
     """Return a copy whose weights have no content, or None if the model cannot be copied."""
     memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        empty = torch.empty_like(parameter, device="meta")
-        memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    with contextlib.suppress(Exception):  # copying runs the user's code
+    # Copying runs the user's code, and the parameters of a lazy module have no shape yet.
+    with contextlib.suppress(Exception):
+        for parameter in model.parameters():
+            empty = torch.empty_like(parameter, device="meta")
+            memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+        for buffer in model.buffers():
+            memo[id(buffer)] = torch.empty_like(buffer, device="meta")
         return copy.deepcopy(model, memo)
     return None
