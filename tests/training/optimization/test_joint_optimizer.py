@@ -47,6 +47,38 @@ def test_state_is_that_of_one_optimizer_with_the_same_groups() -> None:
     assert all(map(torch.equal, model.parameters(), one_model.parameters()))
 
 
+class Counting(optim.SGD):
+    """Stores the number of its steps, among the states and next to them."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.count += 1
+        self.state["all"] = {"count": self.count}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+        super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
+
+
+def test_what_else_an_optimizer_stores_is_loaded_again() -> None:
+    made = []
+    for steps in (3, 0):
+        model = layers()
+        parts = zip("ab", divided(model), strict=True)
+        made.append(JointOptimizer({name: Counting(one, lr=0.1) for name, one in parts}))
+        for _ in range(steps):
+            stepped(model, made[-1])
+    made[1].load_state_dict(copy.deepcopy(made[0].state_dict()))
+    for name in "ab":
+        part: Any = made[1].parts[name]
+        assert (part.count, part.state["all"]) == (3, {"count": 3})
+
+
 def test_other_groups_are_refused() -> None:
     first, second = divided(layers())
     joint = JointOptimizer({"a": optim.SGD(first), "b": optim.SGD(second)})

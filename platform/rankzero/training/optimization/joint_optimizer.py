@@ -45,16 +45,26 @@ class JointOptimizer(Optimizer):
             part.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the parts' states, with parameters numbered as those of one optimizer."""
+        """Return the parts' states, with parameters numbered as those of one optimizer.
+
+        ``parts`` has by name what else a part stores, such as a count of its own.
+        """
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
-        for part in self.parts.values():
+        rests: dict[str, Any] = {}
+        for name, part in self.parts.items():
             saved, first = part.state_dict(), sum(len(group["params"]) for group in groups)
             mine = sum(len(group["params"]) for group in saved["param_groups"])
+            states: dict[Any, Any] = saved["state"]
+            # A state may belong to no parameter.
+            rest = {key: states.pop(key) for key in list(states) if isinstance(key, str)}
             moved = parameter_names.rekeyed(saved, dict(enumerate(range(first, first + mine))))
             state |= moved["state"]
             groups += moved["param_groups"]
-        return {"state": state, "param_groups": groups}
+            if rest or len(saved) > len(moved):
+                rests[name] = {**saved, "state": rest}
+                del rests[name]["param_groups"]
+        return {"state": state, "param_groups": groups, **({"parts": rests} if rests else {})}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Divide what `state_dict` returned among the parts. Raises ValueError if it differs."""
@@ -64,13 +74,14 @@ class JointOptimizer(Optimizer):
                 f"it has {len(groups)} groups of parameters, the optimizers have "
                 f"{len(self.param_groups)}"
             )
-        for part in self.parts.values():
+        for name, part in self.parts.items():
             mine, groups = groups[: len(part.param_groups)], groups[len(part.param_groups) :]
             keys = [key for group in mine for key in group["params"]]
             state = {key: state_dict["state"][key] for key in keys if key in state_dict["state"]}
             numbers = {key: number for number, key in enumerate(keys)}
-            saved = {"state": state, "param_groups": mine}
-            part.load_state_dict(parameter_names.rekeyed(saved, numbers))
+            saved = parameter_names.rekeyed({"state": state, "param_groups": mine}, numbers)
+            rest = state_dict.get("parts", {}).get(name, {"state": {}})
+            part.load_state_dict({**rest, **saved, "state": {**rest["state"], **saved["state"]}})
 
 
 def parts_of(optimizer: Optimizer) -> Iterable[Optimizer]:
