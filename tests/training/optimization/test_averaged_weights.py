@@ -147,6 +147,24 @@ def test_a_module_that_merges_in_eval_merges_the_averages(train: Trainer, tmp_pa
     assert trained.totals.last_metrics["val/loss"] == pytest.approx(wanted, rel=1e-5)
 
 
+class Lazy(type(tiny())):  # type: ignore[misc]
+    def model(self) -> Any:
+        return torch.nn.Sequential(torch.nn.LazyLinear(4), torch.nn.LazyLinear(2))
+
+
+def test_the_averages_of_lazy_modules_start_at_the_first_step(
+    train: Trainer, tmp_path: Path
+) -> None:
+    made = config.override(Lazy(), {"train.ema": 0.9, "train.steps": 12})
+    straight = train(made, tmp_path / "straight")
+    train(made, tmp_path / "parts", stop_at=6)
+    again = train(made, tmp_path / "parts")
+    assert again.totals.last_metrics == straight.totals.last_metrics
+    with again.state.weights_to_evaluate():
+        averages = weights(again)
+    assert not any(map(torch.equal, averages, weights(again)))
+
+
 def test_an_error_in_an_evaluation_leaves_the_trainings_weights() -> None:
     _, state = build(tiny(train__ema=0.5), WORLD)
     before = [weight.detach().clone() for weight in state.model.parameters()]

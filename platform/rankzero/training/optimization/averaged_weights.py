@@ -34,10 +34,10 @@ class AveragedWeights:
     def __init__(self, strategy: Strategy, model: nn.Module, decay: float) -> None:
         self._strategy, self._decay = strategy, decay
         self._has_halves = any(one.dtype in _HALVES for one in model.parameters())
-        self._averages = [
-            weight.float() if weight.dtype in _HALVES else weight.clone()
-            for weight in self._floating()
-        ]
+        self._averages: list[Tensor] = []
+        # A lazy module has no weights before its first forward.
+        if not any(map(nn.parameter.is_lazy, model.parameters())):
+            self.restart()
         # FSDP moves its parts in the first forward, so the first update looks them up.
         self._weights: list[Tensor] = []
 
@@ -49,6 +49,8 @@ class AveragedWeights:
         """Move the averages towards the weights after step number `step`, which counts from 1."""
         if not self._weights:
             self._weights = self._floating()
+            if not self._averages:
+                self.restart()
         decay = min(self._decay, (1 + step) / (10 + step))
         weights = self._weights
         if self._has_halves:
@@ -117,5 +119,10 @@ class AveragedWeights:
 
     def restart(self) -> None:
         """Start the averages at the model's weights."""
+        if not self._averages:
+            self._averages = [
+                weight.float() if weight.dtype in _HALVES else weight.clone()
+                for weight in self._floating()
+            ]
         for weight, average in zip(self._floating(), self._averages, strict=True):
             average.copy_(weight)
