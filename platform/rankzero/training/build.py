@@ -28,6 +28,7 @@ from rankzero.training.metrics.window import check_metrics
 from rankzero.training.optimization import frozen, precision
 from rankzero.training.optimization.averaged_weights import AveragedWeights
 from rankzero.training.optimization.frozen import FrozenParts
+from rankzero.training.optimization.optimizer_average import OptimizerAverage, switching
 from rankzero.training.optimization.optimizers import as_values, options
 from rankzero.training.strategies.base import Strategy
 from rankzero.training_position import Progress, measure_at
@@ -138,12 +139,22 @@ def _example_batch(loader: Loader, order: BatchOrder) -> Any:
 
 
 def _initial_state(strategy: Strategy, model: nn.Module, ema: float | None) -> State:
+    average: AveragedWeights | OptimizerAverage | None = None
+    if ema is not None:
+        average = AveragedWeights(strategy, model, ema)
+    if parts := switching(strategy.optimizer):
+        if ema is not None:
+            raise UserError(
+                f"train.ema={ema}, and {type(parts[0]).__name__} averages the weights itself: "
+                "leave train.ema out"
+            )
+        average = OptimizerAverage(strategy)
     return State(
         strategy.model,
         strategy.optimizer,
         [float(group["lr"]) for group in strategy.optimizer.param_groups],
         as_values(options(strategy.optimizer)),
-        None if ema is None else AveragedWeights(strategy, model, ema),
+        average,
     )
 
 

@@ -21,6 +21,7 @@ from rankzero.training.metrics.straggler import ForwardTimer
 from rankzero.training.metrics.work_meter import WorkMeter
 from rankzero.training.optimization.averaged_weights import AveragedWeights
 from rankzero.training.optimization.frozen import FrozenParts
+from rankzero.training.optimization.optimizer_average import OptimizerAverage
 from rankzero.training.optimization.precision import Precision
 from rankzero.training.sample_images.capture import ImageCapture
 from rankzero.training.strategies.base import MicroBatchStep, Strategy
@@ -39,8 +40,8 @@ class State:
     """Each group's learning rate, which the schedule multiplies."""
     options: list[dict[str, Any]]
     """Each group's other options, as the experiment creates them."""
-    average: AveragedWeights | None = None
-    """With `train.ema`: what is evaluated, and what the best model is."""
+    average: AveragedWeights | OptimizerAverage | None = None
+    """With `train.ema`, or of the optimizer: what is evaluated, and what the best model is."""
     step: int = 0
     best: float | None = None
     evaluation_pending: bool = False

@@ -20,6 +20,7 @@ from rankzero.training.data.stream import StreamLoader
 from rankzero.training.distributed.world import World
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.optimization import optimizers
+from rankzero.training.optimization.averaged_weights import AveragedWeights
 
 _REQUIRED = ("batch_size", "samples", "scaler", "step", "best", "randoms")
 """Keys that a checkpoint must have, apart from the strategy's own (model and optimizer)."""
@@ -119,7 +120,7 @@ def _continue_from(
         saved |= {"best": None, "evaluations_since_best": 0}
         yield f"{name} has another goal: no evaluation before it is the best {goal.metric}"
     apply(saved, job, state)
-    if state.average is not None and "ema" not in saved:
+    if isinstance(state.average, AveragedWeights) and "ema" not in saved:
         yield f"{name} has no averaged weights: the average of train.ema starts there"
     if state.average is None and "ema" in saved:
         yield f"the averaged weights of {name} are dropped, because train.ema is not set"

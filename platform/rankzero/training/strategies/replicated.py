@@ -28,6 +28,7 @@ from rankzero.training.distributed import torch_compat
 from rankzero.training.distributed.world import World
 from rankzero.training.optimization import optimizers
 from rankzero.training.optimization.joint_optimizer import JointOptimizer, parts_of
+from rankzero.training.optimization.optimizer_average import switching
 from rankzero.training.strategies import parameter_names
 from rankzero.training.strategies.base import (
     Metrics,
@@ -269,6 +270,11 @@ def _divided(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     kind = type(optimizer)
+    if switching(optimizer):
+        raise UserError(
+            f"train.strategy=zero1 cannot divide {kind.__name__}, which averages the weights "
+            "itself: use ddp or fsdp"
+        )
     parameters = inspect.signature(kind).parameters
     defaults = optimizer.defaults.items()
     settings = {name: value for name, value in defaults if name in parameters}
