@@ -19,8 +19,8 @@ def deliver(folder: RunFolder, *, patience: float = GRACE_SECONDS) -> Delivery:
 
     Gives up `patience` seconds after the last progress. A run whose writer died without an end
     becomes FAILED. If a recorder still works, waits for it and delivers what it leaves. Returns how
-    all of it stands. Raises FolderGone and InvalidRunFolder; the latter for a child only after the
-    other children.
+    all of it stands. Raises FolderGone, InvalidRunFolder and OSError; the last two for a child only
+    after the other children.
     """
     symlinks.refuse(folder.path)
     if lookup.last_end(folder) is not None:
@@ -30,7 +30,7 @@ def deliver(folder: RunFolder, *, patience: float = GRACE_SECONDS) -> Delivery:
         if not _deliver_node(folder, node, patience) and node == 0:
             wait(folder, patience, lambda delivery: delivery.complete)
             _deliver_node(folder, node, patience)
-    broken = []
+    broken = list[InvalidRunFolder | OSError]()
     for child in folder.children:  # after their parent, whose run id they need
         # An imported bundle lacks a child that was deleted alone.
         if not child.path.exists():
@@ -40,7 +40,7 @@ def deliver(folder: RunFolder, *, patience: float = GRACE_SECONDS) -> Delivery:
                 deliver(child, patience=patience)
         except FolderGone:
             continue
-        except InvalidRunFolder as error:
+        except (InvalidRunFolder, OSError) as error:
             broken.append(error)
     if broken:
         raise broken[0]

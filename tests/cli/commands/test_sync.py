@@ -58,6 +58,42 @@ def test_folder_that_disappears_does_not_stop_other_deliveries(
     assert {status[folder.path.name] for folder in (made[0], made[2])} == {"KILLED"}
 
 
+def test_a_folder_that_cannot_be_locked_does_not_stop_other_deliveries(
+    new_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    shutil.copy(new_store, tmp_path / "mlflow.db")
+    made = [make_folder(tmp_path, uri) for _ in range(3)]
+    for folder in made:
+        append(folder, started(), steps(1, 3), ended())
+    lock_out(made[1])
+    assert command.run(argparse.Namespace(run=None, dir=tmp_path)) == FAILED
+    printed = capsys.readouterr().out
+    assert f"{made[1].path.name}: [Errno " in printed and printed.count(": complete, ") == 2
+
+
+def test_a_child_that_cannot_be_locked_does_not_stop_its_siblings(
+    new_store: Path, tmp_path: Path
+) -> None:
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    shutil.copy(new_store, tmp_path / "mlflow.db")
+    parent = make_folder(tmp_path, uri)
+    children = [make_folder(tmp_path, uri, parent=parent.path.name) for _ in range(2)]
+    for folder in (parent, *children):
+        append(folder, started(), steps(1, 3), ended())
+    for child in children:
+        parent.add_child(child.path.name)
+    lock_out(children[0])
+    with pytest.raises(OSError, match=children[0].path.name):
+        sync.deliver(parent)
+    assert {run.name for run in list_runs(uri)} == {parent.path.name, children[1].path.name}
+
+
+def lock_out(folder: RunFolder) -> None:
+    """Make a lock that nobody can open, as the file of another user: a folder."""
+    (folder.path / "recorder.lock").mkdir()
+
+
 def test_samples_of_other_nodes_are_delivered_here_and_on_a_helper_machine(
     new_store: Path,
     tmp_path: Path,

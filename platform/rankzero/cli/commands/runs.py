@@ -18,7 +18,7 @@ from rankzero.catalog import command_lines, dead_runs, filters, lookup
 from rankzero.catalog.summary import ELSEWHERE, Summary
 from rankzero.cli.display.terminal import table_console
 from rankzero.reporting.run_report import duration
-from rankzero.run_store.folder import FolderGone
+from rankzero.run_store.folder import FolderGone, RunFolder
 from rankzero.run_store.location import is_offline
 from rankzero.run_store.names import InvalidRunFolder, printable
 from rankzero.scalars import rounded, shown
@@ -87,9 +87,7 @@ def _closed(runs: Path) -> list[Summary]:
     """Return all runs, after recording the end, here and in MLflow, of those that died."""
     listed = lookup.listed(runs, lambda text: print(f"not listed: {text}", file=sys.stderr))
     died = [one.folder for one in listed if one.status == "DIED"]
-    found = [folder for folder in died if dead_runs.is_stale(folder)]
-    for folder in found:
-        print(f"{folder.path.name}: FAILED, {dead_runs.close(folder)}", file=sys.stderr, flush=True)
+    found = [folder for folder in died if dead_runs.is_stale(folder) and _is_closed(folder)]
     if not found:
         return listed
     # A list seldom needs it, and it imports many modules.
@@ -99,14 +97,26 @@ def _closed(runs: Path) -> list[Summary]:
     for folder in () if is_offline() else found:
         try:
             result = sync.deliver(folder, patience=_PATIENCE_SECONDS)
-        except (FolderGone, InvalidRunFolder) as error:
-            print(error, file=sys.stderr)
+        except (FolderGone, InvalidRunFolder, OSError) as error:
+            print(f"{folder.path.name}: {error}", file=sys.stderr)
             continue
         if result.pending:
             why = result.error or "no answer"
             again = command_lines.line(runs.parent, "sync")
             print(f"{folder.path.name}: not in MLflow yet ({why}): {again}", file=sys.stderr)
     return lookup.listed(runs)
+
+
+def _is_closed(folder: RunFolder) -> bool:
+    """Record the end of a dead run; return whether that worked. Prints what happened."""
+    name = folder.path.name
+    try:
+        reason = dead_runs.close(folder)
+    except OSError as error:  # a full disk, or the folder of another user: others are listed
+        print(f"{name}: its end cannot be recorded: {error}", file=sys.stderr, flush=True)
+        return False
+    print(f"{name}: FAILED, {reason}", file=sys.stderr, flush=True)
+    return True
 
 
 def _show(found: Sequence[Summary], limit: int, asked: Sequence[str]) -> None:

@@ -48,7 +48,7 @@ def _deliver(folder: RunFolder, *, is_named: bool) -> int:
     name = folder.path.name
     try:
         result = sync.deliver(folder)
-    except (FolderGone, InvalidRunFolder) as error:
+    except (FolderGone, InvalidRunFolder, OSError) as error:
         print(f"{name}: {error}")
         return FAILED
     # `pending` counts what MLflow refused to take for now, not what it rejected for good.

@@ -1,0 +1,39 @@
+"""`rankzero runs` records the ends of runs that died, and lists the others whatever happens."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rankzero.cli import main
+from support.runs import append, make_folder, settle, started, steps
+
+
+@pytest.mark.parametrize(
+    ("lock", "status", "error"),
+    [("attempt.lock", "DIED", "its end cannot be recorded: "), ("recorder.lock", "FAILED", "")],
+)
+def test_a_dead_run_whose_lock_cannot_be_opened_hides_no_other(
+    lock: str,
+    status: str,
+    error: str,
+    new_store: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copy(new_store, tmp_path / "mlflow.db")
+    one, other = (make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}") for _ in range(2))
+    for folder in (one, other):
+        append(folder, started(), steps(1, 3))
+        settle(folder)
+    # It stands for the file of another user: nobody can open a folder for writing.
+    (one.path / lock).unlink(missing_ok=True)
+    (one.path / lock).mkdir()
+    assert main.main(["runs", "--json", "--dir", str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    found = {run["name"]: run["status"] for run in json.loads(printed.out)}
+    assert found == {one.path.name: status, other.path.name: "FAILED"}
+    assert f"{one.path.name}: {error}[Errno " in printed.err
