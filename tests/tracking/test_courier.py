@@ -51,14 +51,17 @@ class Couriers:
         self.processes.append(subprocess.Popen(ASLEEP))
         return self.processes[-1]
 
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
 
 @pytest.fixture
 def started() -> Iterator[Couriers]:
     made = Couriers()
     yield made
-    for process in made.processes:
-        process.kill()
-        process.wait()
+    made.kill()
 
 
 @pytest.fixture
@@ -218,13 +221,26 @@ def test_courier_that_dies_again_and_again_is_restarted_after_pauses(
     folder: RunFolder, started: Couriers
 ) -> None:
     courier = supervisor(folder, started)
+    courier.finish()
     began = time.monotonic()
     while courier.tend():
-        for process in started.processes:
-            process.kill()
-            process.wait()
+        started.kill()
     assert len(started.processes) == MOST_DEATHS and not courier.tend()
     assert time.monotonic() - began > (0 + 1 + 3 + 7) * PAUSE_SECONDS
+
+
+def test_courier_is_restarted_as_long_as_the_training_runs_and_once_after_it(
+    folder: RunFolder, started: Couriers
+) -> None:
+    courier = supervisor(folder, started)
+    while len(started.processes) <= MOST_DEATHS:
+        assert courier.tend()
+        started.kill()
+    assert courier.tend()
+    courier.finish()
+    while courier.tend():
+        started.kill()
+    assert len(started.processes) == MOST_DEATHS + 2
 
 
 def test_couriers_that_die_after_long_work_are_always_restarted(

@@ -20,7 +20,10 @@ from rankzero.tracking.throttle import (
     processor_time,
 )
 
+# After the training. During it, the courier is always started again.
 MOST_DEATHS = 5
+# Longer than an update of the packages or a restart of a file server: 127 times `pause_seconds`.
+_MOST_DOUBLINGS = 7
 # A courier that has delivered and lived for so long does not die of what it died of before.
 _STEADY_SECONDS = 600.0
 # After so long without progress, the courier may be starving: during the training, and after it.
@@ -72,6 +75,8 @@ class CourierSupervisor:
         """Signal to the courier that the journals are complete."""
         if self._finished is None:
             self._finished = time.monotonic()
+            # The cause of its deaths may be over by now.
+            self._deaths, self._restarts_at = min(self._deaths, MOST_DEATHS - 1), 0.0
             os.close(self._writer)
 
     def tend(self) -> bool:
@@ -99,7 +104,7 @@ class CourierSupervisor:
     def _tend(self) -> bool:
         process = self._process
         if process is None:
-            if self._deaths >= MOST_DEATHS:
+            if self._finished is not None and self._deaths >= MOST_DEATHS:
                 return False
             if self._attempt.is_latest and time.monotonic() < self._restarts_at:
                 return True
@@ -109,12 +114,12 @@ class CourierSupervisor:
             return False
         if code is not None:
             # An import that fails, for example, fails every time. A disk that cannot be read
-            # recovers, so the pauses grow: 0, 1, 3, 7 times `pause_seconds`.
+            # recovers, so the pauses grow: 0, 1, 3, 7 … times `pause_seconds`.
             self._look()
             lived = time.monotonic() - self._started
             is_steady = lived > self._steady_seconds and self._wrote_at > self._started
             self._deaths = 1 if is_steady else self._deaths + 1
-            pause = self._pause_seconds * (2 ** (self._deaths - 1) - 1)
+            pause = self._pause_seconds * (2 ** min(self._deaths - 1, _MOST_DOUBLINGS) - 1)
             self._process, self._restarts_at = None, time.monotonic() + pause
             log.warning("the courier ended with %d, %d times by now", code, self._deaths)
             return self._tend()
