@@ -76,14 +76,18 @@ class MemoryStore:
         """Return {step: value} of a metric, as MLflow would chart it."""
         return {step: min(seen)[1] for step, seen in self.points.get(key, {}).items()}
 
-    def open_run(self, identity: Identity, start_seconds: float) -> OpenedRun | None:
+    def open_run(
+        self, identity: Identity, start_seconds: float, experiment_id: str | None = None
+    ) -> OpenedRun | None:
         self._call("open_run", identity)
         if self.uuid != identity.uuid:
             assert self.uuid is None, "a second run"
             self._change("create", identity.uuid)
         return self.find_open_run(identity)
 
-    def find_open_run(self, identity: Identity) -> OpenedRun | None:
+    def find_open_run(
+        self, identity: Identity, experiment_id: str | None = None
+    ) -> OpenedRun | None:
         marks = {key: max(steps) for key, steps in self.points.items()}
         return OpenedRun(RUN_ID, "1", marks) if self.uuid == identity.uuid else None
 

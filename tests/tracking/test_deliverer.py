@@ -495,6 +495,27 @@ def test_a_renamed_experiment_or_a_deleted_run_gets_no_second_run(
     assert not list_runs(sqlite)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_children_of_a_run_whose_experiment_was_renamed_are_below_it(
+    nested: bool, tmp_path: Path, sqlite: str
+) -> None:
+    parent = make_folder(tmp_path, sqlite)
+    append(parent, started())
+    run(Deliverer(parent))
+    (record,) = list_runs(sqlite)
+    MlflowRuns(sqlite)._client.rename_experiment(record.experiment_id, "another name")
+    above = parent.identity.uuid if nested else None
+    child = make_folder(tmp_path, sqlite, parent=parent.path.name, parent_uuid=above)
+    append(child, started())
+    run(Deliverer(child))
+    sampled(child, CPU, 0, 2, node=1)
+    run(Deliverer(child, 1))
+    found = {one.name: one for one in list_runs(sqlite)}
+    assert found[child.path.name].experiment_id == record.experiment_id
+    assert found[child.path.name].tags["mlflow.parentRunId"] == record.run_id
+    assert found[child.path.name].marks[CPU] == 2
+
+
 @pytest.mark.parametrize(
     ("error", "says"),
     [

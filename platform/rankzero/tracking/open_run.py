@@ -41,34 +41,39 @@ def open_run(
     Node 0 creates the run, and other nodes look for it. A child waits for its parent's run.
     `known`: the run's id, if something was delivered to it. Raises RunGone if it was deleted.
     """
-    identity = folder.identity
+    identity, experiment_id = folder.identity, None
+    if known is None and node > 0:
+        # Node 0 may share the folder.
+        known = load(path_of(folder, 0)).run_id
     if known is not None:
         # By its id: its experiment may have another name by now.
         store = connect(identity.tracking_uri)
         store.require_run(known)
         run = store.find_open_run(dataclasses.replace(identity, mlflow_run_id=known))
         return None if run is None else Target(store, run)
-    # A process elsewhere delivers a shared study, so only MLflow knows its run.
+    # This courier delivers the run above too, and its state is on this disk.
+    if identity.parent is not None:
+        above = load(path_of(RunFolder(folder.path.parent / identity.parent), 0))
+        if above.run_id is None:
+            return None
+        # That experiment may have another name by now, too.
+        experiment_id = above.experiment_id
+        identity = dataclasses.replace(identity, parent_run_id=above.run_id)
+    store = connect(identity.tracking_uri)
+    # Only MLflow knows the run of a shared study, or of the child that has this one as a child.
     if identity.parent_uuid is not None:
         parent = dataclasses.replace(identity, uuid=identity.parent_uuid, mlflow_run_id=None)
-        study = connect(identity.tracking_uri).find_open_run(parent)
+        study = store.find_open_run(parent, experiment_id)
         if study is None:
             return None
         identity = dataclasses.replace(identity, parent_run_id=study.run_id)
-    # This courier delivers the study too, and its state is on this disk.
-    elif identity.parent is not None:
-        run_id = load(path_of(RunFolder(folder.path.parent / identity.parent), 0)).run_id
-        if run_id is None:
-            return None
-        identity = dataclasses.replace(identity, parent_run_id=run_id)
-    store = connect(identity.tracking_uri)
     if node > 0:
-        run = store.find_open_run(identity)
+        run = store.find_open_run(identity, experiment_id)
     else:
         # The run's start time in MLflow is the first event's, however late it is delivered.
         events, _ = read(folder.events, 0, 1)
         starts = (event.time for event in events if isinstance(event, RunStarted))
-        run = store.open_run(identity, next(starts, time.time()))
+        run = store.open_run(identity, next(starts, time.time()), experiment_id)
     return None if run is None else Target(store, run)
 
 

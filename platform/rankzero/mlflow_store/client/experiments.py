@@ -27,13 +27,19 @@ def restore_command(tracking_uri: str, experiment_id: str) -> str:
     return f"{store} mlflow experiments restore -x {experiment_id}"
 
 
-def find_or_create(client: MlflowClient, tracking_uri: str, identity: Identity) -> str:
+def find_or_create(
+    client: MlflowClient, tracking_uri: str, identity: Identity, experiment_id: str | None = None
+) -> str:
     """Return the id of the run's experiment, which another process may create at the same time.
 
-    Raises ExperimentGone if somebody deleted it.
+    `experiment_id`: the experiment, if it is known. Raises ExperimentGone if somebody deleted it.
     """
     for _ in range(2):
-        experiment = client.get_experiment_by_name(identity.experiment)
+        experiment = (
+            client.get_experiment_by_name(identity.experiment)
+            if experiment_id is None
+            else client.get_experiment(experiment_id)
+        )
         if experiment is not None:
             if experiment.lifecycle_stage == "deleted":
                 restore = restore_command(tracking_uri, experiment.experiment_id)

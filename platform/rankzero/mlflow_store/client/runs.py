@@ -70,9 +70,14 @@ class MlflowRuns:
         self.deletion = MlflowDeletion(self._client, tracking_uri, self._locations, self.models)
 
     @_patient
-    def open_run(self, identity: Identity, start_seconds: float) -> RunRecord:
-        """Return the identity's run, created if need be; each call returns the same run."""
-        found = self.find_open_run(identity)
+    def open_run(
+        self, identity: Identity, start_seconds: float, experiment_id: str | None = None
+    ) -> RunRecord:
+        """Return the identity's run, created if need be; each call returns the same run.
+
+        `experiment_id`: where it is, if that is known. The experiment may have another name by now.
+        """
+        found = self.find_open_run(identity, experiment_id)
         if found is not None:
             return found
         tags = {
@@ -84,7 +89,7 @@ class MlflowRuns:
         # MLflow takes a run's user from this tag, only now. A container's user may have no name.
         with contextlib.suppress(OSError, KeyError, ImportError):
             tags["mlflow.user"] = getpass.getuser()
-        experiment = experiments.find_or_create(self._client, self._uri, identity)
+        experiment = experiments.find_or_create(self._client, self._uri, identity, experiment_id)
         # Sent again after a lost answer, it would make a second run. The next call looks first.
         with request_timeout(0, once=True):
             run = self._client.create_run(
@@ -95,15 +100,19 @@ class MlflowRuns:
             )
         return RunRecord.of(run)
 
-    def find_open_run(self, identity: Identity) -> RunRecord | None:
+    def find_open_run(
+        self, identity: Identity, experiment_id: str | None = None
+    ) -> RunRecord | None:
         """Return the identity's run, or None if no process has created it yet."""
         if identity.mlflow_run_id is not None:
             return RunRecord.of(self._client.get_run(identity.mlflow_run_id))
-        experiment = self._client.get_experiment_by_name(identity.experiment)
-        if experiment is None:
-            return None
+        if experiment_id is None:
+            experiment = self._client.get_experiment_by_name(identity.experiment)
+            if experiment is None:
+                return None
+            experiment_id = experiment.experiment_id
         uuid = f"tags.`rankzero.uuid` = '{identity.uuid}'"
-        return self._newest([experiment.experiment_id], uuid)
+        return self._newest([experiment_id], uuid)
 
     def find_namesake(self, identity: Identity) -> RunRecord | None:
         """Return the newest other run of RankZero with this name and experiment, or None."""
