@@ -146,6 +146,27 @@ def test_copy_that_was_continued_in_the_other_store_is_left_alone(
     assert bundle.copy(folder, uri) == run_id
 
 
+def test_an_artifact_that_the_store_refuses_keeps_no_other_back(
+    roots: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, theirs = roots
+    folder, uri = study(mine), uris.default_tracking_uri(theirs)
+    tracker, there = MlflowRuns(uris.default_tracking_uri(mine)), MlflowRuns(uri)
+    run_id, of_copy = mlflow_id(folder) or "", bundle.copy(folder, uri)
+    for number, below in enumerate(("refused", "taken")):
+        path = tmp_path / f"{number}.txt"
+        path.write_text(below)
+        tracker.log_artifact(run_id, path, below)
+    tracker.set_tags(run_id, {"later": "yes"})
+    # As a server refuses the name "why?.md": nothing is written behind a link.
+    (artifacts,) = {path.parent.parent for path in theirs.rglob(f"{of_copy}/artifacts/*/worst.png")}
+    (artifacts / "refused").symlink_to(tmp_path)
+    assert main(["copy", "study", "--to", uri, "--dir", str(mine)]) == 0
+    assert "left out: the artifact refused/0.txt: " in capsys.readouterr().err
+    assert (artifacts / "taken" / "1.txt").read_text() == "taken"
+    assert there.find_run(of_copy).tags["later"] == "yes"
+
+
 def test_second_copy_brings_the_better_model_and_what_an_upload_left(
     roots: tuple[Path, Path],
 ) -> None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import shutil
 import stat
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rankzero import scalars
 from rankzero.catalog import command_lines, deleted, lookup
@@ -26,6 +27,7 @@ from rankzero.housekeeping.deletion import parts
 from rankzero.metric_names import WHOLE_RUN
 from rankzero.mlflow_store import uris
 from rankzero.mlflow_store.items import DESCRIPTION
+from rankzero.permanent_errors import refusal
 from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store import names, removal, run_locks
 from rankzero.run_store.attempt import is_written
@@ -34,6 +36,11 @@ from rankzero.run_store.journal import read_all
 from rankzero.run_store.location import make_root
 from rankzero.tracking import delivery_status, description, sync
 from rankzero.tracking.open_run import connect
+
+if TYPE_CHECKING:
+    from rankzero.mlflow_store.client import MlflowRuns
+
+log = logging.getLogger(__name__)
 
 _MANIFEST, _RUNS, _MLFLOW = "bundle.json", "runs", "mlflow"
 # They belong to this machine or this store. The settings with their secrets stay here, too.
@@ -126,10 +133,18 @@ def _write_what_mlflow_has(archive: zipfile.ZipFile, folder: RunFolder) -> None:
     archive.writestr(str(base / "mlflow.json"), json.dumps({"tags": tags, "models": models}))
 
 
-def read(file: Path, runs: Path, tracking_uri: str, *, offline: bool) -> RunFolder:
+def read(
+    file: Path,
+    runs: Path,
+    tracking_uri: str,
+    *,
+    offline: bool,
+    notice: Callable[[str], object] = log.info,
+) -> RunFolder:
     """Unpack a bundle, and deliver the run to a store. A second call continues a killed one.
 
-    Executes nothing of the file. Raises UserError if it is no bundle, or if a run has a name of it.
+    Executes nothing of the file. `notice` gets what the store refuses. Raises UserError if it is no
+    bundle, or if a run has a name of it.
     """
     make_root(runs.parent)
     aside = removal.workplace(runs, "import")
@@ -159,18 +174,18 @@ def read(file: Path, runs: Path, tracking_uri: str, *, offline: bool) -> RunFold
                     "again later, which continues"
                 )
             for folder in late:
-                _deliver_what_mlflow_had(folder, aside / _MLFLOW / folder.path.name)
+                _deliver_what_mlflow_had(folder, aside / _MLFLOW / folder.path.name, notice)
                 (folder.path / _UNFINISHED).unlink()
         return folders[0]
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def copy(folder: RunFolder, tracking_uri: str) -> str:
+def copy(folder: RunFolder, tracking_uri: str, notice: Callable[[str], object] = log.info) -> str:
     """Deliver a run and its children to another store; return the run's id there.
 
-    The run stays as it is. A second call delivers what is missing, and sets the tags again. Raises
-    UserError.
+    The run stays as it is. A second call delivers what is missing, and sets the tags again.
+    `notice` gets what the store refuses. Raises UserError.
     """
     if tracking_uri == folder.identity.tracking_uri:
         raise UserError(f"{folder.path.name} is in that store: name another one")
@@ -180,8 +195,9 @@ def copy(folder: RunFolder, tracking_uri: str) -> str:
     aside = removal.workplace(folder.path.parent, "copy")
     try:
         aside.mkdir()
-        write(folder, aside / "run.zip")
-        delivered = read(aside / "run.zip", aside / _RUNS, tracking_uri, offline=False)
+        file, runs = aside / "run.zip", aside / _RUNS
+        write(folder, file)
+        delivered = read(file, runs, tracking_uri, offline=False, notice=notice)
         return lookup.mlflow_id(delivered) or ""
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -291,15 +307,15 @@ def _relative(identity: Identity) -> str | None:
     return os.path.relpath(identity.experiment_file, identity.project_dir)
 
 
-def _deliver_what_mlflow_had(folder: RunFolder, source: Path) -> None:
+def _deliver_what_mlflow_had(
+    folder: RunFolder, source: Path, notice: Callable[[str], object]
+) -> None:
     run_id = lookup.mlflow_id(folder)
     if run_id is None or not (source / "mlflow.json").exists():
         return
     tracker, known = connect(folder.identity.tracking_uri), _mlflow_fields(source)
     run = tracker.find_run(run_id)
-    for path in _files(source / "artifacts"):
-        below = path.parent.relative_to(source / "artifacts").as_posix()
-        tracker.log_artifact(run_id, path, None if below == "." else below)
+    _deliver_artifacts(tracker, run_id, source / "artifacts", notice)
     there = [model for model in tracker.models.of_run(run) if model.status == "READY"]
     same = {(model.name, *_version(model.tags)) for model in there}
     for number, model in enumerate(known["models"]):
@@ -316,6 +332,22 @@ def _deliver_what_mlflow_had(folder: RunFolder, source: Path) -> None:
     if DESCRIPTION in tags:
         tags[DESCRIPTION] = description.moved(tags[DESCRIPTION], run.experiment_id, run_id)
     tracker.set_tags(run_id, tags)
+
+
+def _deliver_artifacts(
+    tracker: MlflowRuns, run_id: str, source: Path, notice: Callable[[str], object]
+) -> None:
+    """Upload all files of a folder, except for those that the store will never take."""
+    for path in _files(source):
+        name = path.relative_to(source)
+        below = name.parent.as_posix()
+        try:
+            tracker.log_artifact(run_id, path, None if below == "." else below)
+        except Exception as error:
+            reason = refusal(error)
+            if reason is None:
+                raise
+            notice(f"left out: the artifact {names.printable(name.as_posix())}: {reason}")
 
 
 def _best_step(tags: Mapping[str, str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from rankzero.cli import options
 from rankzero.cli.housekeeping.export import print_left_out
@@ -23,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
     folder = named_runs.require(arguments.dir / "runs", arguments.run_name)
     print_left_out(folder)
-    run_id = bundle.copy(folder, arguments.to)
+    run_id = bundle.copy(folder, arguments.to, lambda text: print(text, file=sys.stderr))
     place = url_without_secrets(arguments.to)
     print(f"{folder.path.name} is in {place}, too: its id there is {run_id}")
     return FINISHED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from rankzero.cli.display.live import command
@@ -23,7 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
     uri = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
-    folder = bundle.read(arguments.file, arguments.dir / "runs", uri, offline=is_offline())
+    folder = bundle.read(
+        arguments.file,
+        arguments.dir / "runs",
+        uri,
+        offline=is_offline(),
+        notice=lambda text: print(text, file=sys.stderr),
+    )
     again = command(arguments.dir, "report", folder.path.name)
     print(f"{folder.path.name} is imported: {again}")
     return FINISHED
