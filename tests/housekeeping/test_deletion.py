@@ -227,6 +227,33 @@ def test_run_that_is_resumed_while_delete_asks_stays(
     assert "kept: three: MLflow lacks" in output
 
 
+def test_error_at_one_run_deletes_and_restores_the_others(
+    root: Path, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two", "three"):
+        finished(root, name)
+
+    def but_two(method: Callable[..., None]) -> Callable[..., None]:
+        def call(keeper: Housekeeper, folder: RunFolder) -> None:
+            if folder.path.name == "two":
+                raise ConnectionError("the server has gone")
+            method(keeper, folder)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Housekeeper, "delete", but_two(Housekeeper.delete))
+        code, output = here("delete", "one", "two", "three", "--yes")
+    assert code == FAILED and names(root) == {"two"}, output
+    assert "kept: two: ConnectionError: the server has gone" in output
+    assert "deleted 2 runs; bring back: " in output
+    assert here("delete", "two", "--yes")[0] == 0
+    monkeypatch.setattr(Housekeeper, "restore", but_two(Housekeeper.restore))
+    code, output = here("delete", "--restore", "two", "one", "three")
+    assert code == FAILED and names(root) == {"one", "three"}, output
+    assert "still deleted: two: ConnectionError: the server has gone" in output
+
+
 def test_copy_of_a_store_does_not_delete_in_the_original(root: Path, here: Here) -> None:
     one = finished(root, "one")
     copy = root.parent / "copy"

@@ -18,7 +18,9 @@ from rankzero.cli.display.live import command
 from rankzero.cli.display.terminal import table_console
 from rankzero.errors import FAILED, FINISHED, UserError
 from rankzero.housekeeping.deletion import Housekeeper
+from rankzero.launch.failures import reason
 from rankzero.mlflow_store import named_runs
+from rankzero.redaction.text import line_without_secrets
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.names import printable
 
@@ -44,10 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     named = dict.fromkeys(arguments.run_names)
     wanted = [_find(keeper, runs, name, arguments.restore) for name in named]
     if arguments.restore:
-        for name, folder in zip(lookup.shown_names(wanted), wanted, strict=True):
-            keeper.restore(folder)
-            print(f"{name} is back")
-        return FINISHED
+        return _restore(keeper, wanted)
     for name, folder in zip(lookup.shown_names(wanted), wanted, strict=True):
         obstacle = keeper.obstacle(folder)
         if obstacle is not None:
@@ -72,6 +71,20 @@ def _find(keeper: Housekeeper, runs: Path, name: str, restore: bool) -> RunFolde
     return found
 
 
+def _restore(keeper: Housekeeper, folders: Sequence[RunFolder]) -> int:
+    code = FINISHED
+    for name, folder in zip(lookup.shown_names(folders), folders, strict=True):
+        try:
+            keeper.restore(folder)
+            print(f"{name} is back")
+        except Exception as error:
+            if len(folders) == 1:
+                raise
+            print(line_without_secrets(f"still deleted: {name}: {reason(error)}"))
+            code = FAILED
+    return code
+
+
 def delete(keeper: Housekeeper, folders: Sequence[RunFolder], *, yes: bool) -> int:
     """Show the runs, ask, and delete them; return the exit code."""
     show(keeper, folders)
@@ -82,8 +95,8 @@ def delete(keeper: Housekeeper, folders: Sequence[RunFolder], *, yes: bool) -> i
         try:
             keeper.delete(folder)
             gone.append(folder)
-        except UserError as error:  # the others can go nevertheless
-            print(f"kept: {printable(name)}: {error}")
+        except Exception as error:  # the others can go nevertheless
+            print(line_without_secrets(f"kept: {printable(name)}: {reason(error)}"))
     if gone:
         back = command(root, "delete", "--restore", names[0] if len(names) == 1 else "RUN")
         print(f"deleted {_count(gone)}; bring back: {back}")
