@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from rankzero.catalog.lookup import mlflow_id
 from rankzero.cli.main import main
@@ -305,6 +307,29 @@ def test_export_takes_no_secret_and_no_run_that_changes(
     with pytest.raises(UserError, match="continued meanwhile"):
         bundle.write(folder, tmp_path / "p.zip")
     assert not (tmp_path / "p.zip").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (requests.ConnectionError("the server has gone"), r"^the server has gone$"),
+        (OSError(errno.ENOSPC, "full"), r"^cannot write .*o\.zip: .*full$"),
+    ],
+)
+def test_export_blames_the_file_for_no_error_of_a_server(
+    error: OSError,
+    shown: str,
+    roots: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    append(folder := make_folder(roots[0]), started(), ended())
+    monkeypatch.setattr(bundle, "_write_what_mlflow_has", fail)
+    with pytest.raises((UserError, requests.ConnectionError), match=shown):
+        bundle.write(folder, tmp_path / "o.zip")
 
 
 @pytest.mark.parametrize("name", [".", "runs/one/events.jsonl", "runs/one/run.json", "bundle.json"])

@@ -88,6 +88,9 @@ def write(folder: RunFolder, target: Path) -> None:
             raise UserError(f"{folder.path.name} was continued meanwhile: wait for its end")
         temporary.replace(target)
     except OSError as error:
+        # An error of a server, such as those of requests, has no number.
+        if error.errno is None:
+            raise
         raise UserError(f"cannot write {target}: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
