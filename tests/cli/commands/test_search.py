@@ -28,7 +28,7 @@ from rankzero.tuning.search import EARLIER
 from rankzero.tuning.space import DEVICES
 from rankzero.tuning.study import find_study
 from rankzero.tuning.trials.resources import Share
-from support.commands import TINY, Command, events, processes_of
+from support.commands import TINY, Command, events, free_port, processes_of
 from support.stores import list_runs, mlflow_runs
 
 MOODY, SLOW = TINY.with_name("moody.py"), TINY.with_name("slow_samples.py")
@@ -419,8 +419,10 @@ def test_the_probe_imports_no_torch_and_keeps_its_results(rankzero: Command) -> 
     assert code == 0 and output.count("samples/s ±") == 0, "measured again"
     (offline,) = (run for run in rankzero.runs if run.path.name.endswith("-2"))
     assert mlflow_id(offline) is None, "it was delivered offline"
-    # On a busy machine the first command may have left before all was delivered.
-    assert rankzero("sync")[0] == 0
+    assert rankzero("sync", offline.path.name)[0] == 0
     with sqlite3.connect(rankzero.folder / "mlruns" / "mlflow.db") as database:
         query = "select count(*) from runs where status = 'FINISHED'"
         assert database.execute(query).fetchone() == (2,)
+    away = ("--tracking-uri", f"http://127.0.0.1:{free_port()}", "--new", "--wait-delivery=2")
+    code, output = rankzero("probe", TINY, "train.batch_size=8", "--nproc", 1, *away)
+    assert code == 74 and "note: not everything is in MLflow yet" in output, output

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from rankzero.cli.commands import search
+from rankzero.cli.display import delivery_notes
+from rankzero.cli.display.live import look
 from rankzero.cli.display.terminal import print_line, print_table
 from rankzero.reporting import html_page
 from rankzero.tuning.probe import grid, probe_map, speed_knobs
@@ -60,7 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
             for one in effects
         ]
         print_table("knobs of speed, at the knee", EFFECT_COLUMNS, rows)
-    return 0
+    delivery_notes.print_delivery(study_run.folder, offline=arguments.offline)
+    print_line(f"look:  {look(identity.tracking_uri, arguments.dir)}")
+    return delivery_notes.exit_code(study_run.folder)
 
 
 def _knee(measured: Sequence[ProbeResult], effects: Sequence[Effect]) -> str:
