@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import signal
 
 import pytest
 
-from support.commands import TINY, Command
+from rankzero.run_store.folder import RunFolder
+from support.commands import TINY, Command, last_end
 from support.stores import mlflow_runs
 
 LAYERED = TINY.with_name("layered.py")
@@ -70,6 +72,21 @@ def test_a_profile_reports_the_parts_of_a_step(rankzero: Command) -> None:
         found["breakdown"][part] > 0 for part in ("forward", "backward", "optimizer", "other")
     )
     assert (folder.parent / "figures" / "step_time.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_stopped_comparison_is_no_failure_and_mlflow_has_its_end(rankzero: Command) -> None:
+    process = rankzero.start(
+        *("compare", TINY, "--strategies", "single", "--nproc", 1, "--name", "c"),
+        *("step_seconds=0.02", "train.epochs=1000"),
+    )
+    rankzero.wait_for_step(5, "c-single-1")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "interrupted" in output, output
+    ended = last_end(RunFolder(rankzero.folder / "mlruns/runs/c"))
+    assert (ended.status, ended.reason) == ("KILLED", "stopped by SIGTERM")
+    found = {name: run.status for name, run in mlflow_runs(rankzero.folder).items()}
+    assert found == {"c": "KILLED", "c-single-1": "KILLED"}
 
 
 def test_each_mistake_gets_one_message(rankzero: Command) -> None:

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     counts = options.device_counts(arguments.nproc or "1,2")
     plan = strategy_runs(strategies, counts, typed=typed)
     settings = config.parse_assignments(arguments.settings)
-    with search.host(arguments, processes=max(counts)) as host:
+    with search.stoppable(arguments), search.host(arguments, max(counts)) as host:
         described = host.describe(Question(arguments.experiment, settings, 1))
         # The defaults depend on the GPUs, which only the host may look for.
         if described.gpus:
@@ -66,7 +66,7 @@ def run_profile(arguments: argparse.Namespace) -> int:
     from rankzero.compare import runner, tables
 
     settings = config.parse_assignments(arguments.settings)
-    with search.host(arguments) as host:
+    with search.stoppable(arguments), search.host(arguments) as host:
         described = host.describe(Question(arguments.experiment, settings, arguments.nproc))
         with _open_run(arguments, described) as study:
             profile = runner.profile(study, host, described)

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with search.host(arguments) as host:
+    with search.stoppable(arguments), search.host(arguments) as host:
         described, space = search.described_space(arguments, host)
         reference = space.reference
         identity = search.study_identity(arguments, space, "probe")

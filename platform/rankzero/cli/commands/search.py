@@ -21,12 +21,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rankzero import config, experiment_file
-from rankzero.catalog import command_lines, deleted
+from rankzero.catalog import command_lines, deleted, lookup
 from rankzero.cli import options
 from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.live import command, look, program
 from rankzero.cli.display.terminal import is_interactive, print_line, text_console
-from rankzero.cli.launch_run import libraries_of
+from rankzero.cli.launch_run import libraries_of, stops_waiting
 from rankzero.errors import RESUMABLE, UserError
 from rankzero.events import RunStarted
 from rankzero.experiment import Experiment
@@ -131,6 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             return _run(arguments, chosen)
         except KeyboardInterrupt:
+            _deliver_stopped(arguments)
             again = _again(new=arguments.new)
             print(f"interrupted: `{again}` continues the study", file=sys.stderr)
             return RESUMABLE
@@ -158,8 +159,30 @@ def _run(arguments: argparse.Namespace, chosen: SearchOptions) -> int:
 
 
 @contextlib.contextmanager
+def stoppable(arguments: argparse.Namespace) -> Iterator[None]:
+    """Let SIGTERM and SIGHUP stop the block as Ctrl-C does, and MLflow get the end of its run."""
+    with _stop_signals():
+        try:
+            yield
+        except KeyboardInterrupt:
+            _deliver_stopped(arguments)
+            raise
+
+
+def _deliver_stopped(arguments: argparse.Namespace) -> None:
+    """Wait some seconds until MLflow has the end of the run that was stopped, if one had begun."""
+    folder: RunFolder | None = vars(arguments).get("opened")
+    # A helper of a search has a run of another name. The one of this name may still run.
+    if folder is None or lookup.last_end(folder) is None:
+        return
+    hurried = stops_waiting([signal.SIGTERM])
+    with contextlib.suppress(KeyboardInterrupt):  # it ends the wait
+        delivery_notes.print_delivery(folder, offline=arguments.offline, hurried=hurried)
+
+
+@contextlib.contextmanager
 def _stop_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP stop the search as Ctrl-C does, once. Main thread only."""
+    """Let SIGTERM and SIGHUP stop the command as Ctrl-C does, once. Main thread only."""
 
     def stop(number: int, _frame: object) -> None:
         # A service manager sends both. The second must not end the stop.
@@ -284,6 +307,7 @@ def open_run(
     params: Mapping[str, str] | None = None,
 ) -> AbstractContextManager[StudyRun]:
     """Return a run that is the parent of others, for a ``with`` block; `params`: further ones."""
+    arguments.opened = RunFolder(arguments.dir / "runs" / identity.name)
     again = {"probe": _again(), "repeat": command(None, "repeat", identity.name)}
     return StudyRun.open(
         arguments.dir / "runs",
@@ -362,8 +386,9 @@ def _search(
     where += f", {space.machines} machines" if space.machines > 1 else ""
     print_line(f"study  {identity.name}  ({arguments.objective}, {where})")
     # A stop from here on is continued without --new.
-    arguments.new = False
+    arguments.new, arguments.opened = False, RunFolder(arguments.dir / "runs" / identity.name)
     outcome = search.run(setup)
+    arguments.opened = None  # from here on, a stop only ends the wait for MLflow
     print_line(f"\n{outcome.text}")
     if is_interactive():
         text_console().bell()
