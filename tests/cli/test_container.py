@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -12,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
+import psutil
 import pytest
 
-from support.commands import TINY
+from support.commands import TINY, wait_until
 
 CONTAINER = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc")
 SCRIPT = f"""#!/bin/sh
@@ -80,3 +82,19 @@ def test_a_command_that_does_not_wait_leaves_it_to_sync(
     subprocess.run(words, cwd=tmp_path, check=True, capture_output=True)
     with closing(sqlite3.connect(tmp_path / "mlruns" / "mlflow.db")) as store:
         assert store.execute("SELECT name, status FROM runs").fetchall() == [("r", "FINISHED")]
+
+
+@pytest.mark.usefixtures("script")
+def test_sigterm_ends_it_before_the_ranks_start(tmp_path: Path) -> None:
+    """A file whose import takes long stands for a checkpoint that is downloaded."""
+    (tmp_path / "slow.py").write_text("import time\nopen('begun', 'w')\ntime.sleep(100)\n")
+    words = [sys.executable, "-m", "rankzero", "train", "slow.py"]
+    process = subprocess.Popen([*CONTAINER, "--kill-child", *words], cwd=tmp_path)
+    try:
+        wait_until((tmp_path / "begun").exists)
+        (first,) = psutil.Process(process.pid).children()
+        first.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()

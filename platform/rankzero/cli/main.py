@@ -39,6 +39,9 @@ RankZero trains PyTorch models, tracked in MLflow. Most people begin with:
 def command() -> NoReturn:
     """Run one command and exit with its code."""
     output.open_closed_streams()
+    if os.getpid() == 1:
+        # Linux drops a signal for which the first process of a container has no handler.
+        signal.signal(signal.SIGTERM, lambda number, _frame: os._exit(128 + number))
     code = main()
     if "triton" in sys.modules:
         # It takes frozen objects for leaks, and prints thirty lines about them at its end.

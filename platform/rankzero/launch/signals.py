@@ -7,10 +7,11 @@
     ended                                 is kept in `received`, for the wait for the delivery
 
 Signal handlers of the package: `SignalForwarder` (launcher and trial host),
-`training.stop.handle_signals` (workers), `cli.main.command` (ignores signals on the way out),
-`cli.commands.ui` (ends the server), `cli.commands.search` (SIGTERM acts as Ctrl-C, also for `probe`,
-`compare` and `profile`), `tuning.places.node` (ends a host on another machine), `api.commands`
-(forwards SIGTERM and SIGHUP from the user's program to the command).
+`training.stop.handle_signals` (workers), `cli.main.command` (ignores signals on the way out;
+as a container's first process, SIGTERM ends it), `cli.commands.ui` (ends the server),
+`cli.commands.search` (SIGTERM acts as Ctrl-C, also for `probe`, `compare` and `profile`),
+`tuning.places.node` (ends a host on another machine), `api.commands` (forwards SIGTERM and SIGHUP
+from the user's program to the command).
 """
 
 from __future__ import annotations
