@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from rankzero.errors import FAILED, FINISHED, NOT_DELIVERED, RESUMABLE, USAGE, R
 from rankzero.experiment import Experiment
 from rankzero.launch.request import with_secrets
 from rankzero.launch.signals import handled_signals
-from rankzero.mlflow_store.server import LOOPBACK, has_screen
+from rankzero.mlflow_store.server import has_screen
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.location import root_of
 from rankzero.run_store.spoken_names import new_name
@@ -118,9 +117,7 @@ def open_ui(*, port: int | None = None, dir: str | Path | None = None) -> str:
     browser = "--open" if has_screen() else "--no-open"
     with tempfile.TemporaryDirectory(prefix="rankzero-") as folder:
         result, errors = Path(folder) / "ui.json", Path(folder) / "errors.txt"
-        with socket.create_server((LOOPBACK, 0)) as probe:
-            port = port or probe.getsockname()[1]
-        words = ["ui", browser, f"--port={port}", f"--dir={root}", f"--result-file={result}"]
+        words = ["ui", browser, f"--port={port or 0}", f"--dir={root}", f"--result-file={result}"]
         with errors.open("w") as file:
             # In a session of its own, so that Ctrl-C in a cell does not end it. It ends with the
             # pipe, which lives as long as this program, however that ends.

@@ -32,7 +32,8 @@ _SIGNAL_SECONDS = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--port", type=int, default=5000, help="the port (default: 5000)")
+    port = "the port; 0 takes a free one (default: 5000)"
+    parser.add_argument("--port", type=int, default=5000, help=port)
     parser.add_argument(
         "--host",
         default=server.LOOPBACK,
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     access = server.access(
         arguments.host,
-        arguments.port,
+        arguments.port or _free_port(),
         insecure=arguments.insecure,
         names=arguments.allowed_hosts,
         origins=arguments.cors_origins,
@@ -130,6 +131,11 @@ def _no_store(root: Path) -> str:
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def _require_free(access: server.Access, root: Path) -> None:
