@@ -88,6 +88,8 @@ def test_a_job_gets_a_name_that_stays(capsys: pytest.CaptureFixture[str]) -> Non
         ((*SLURM, "--nproc", "3", "train.batch_size=64"), "evenly among 3 processes"),
         ((*SLURM, "--nnodes", "2"), "-- --nodes 2"),
         ((*SLURM, "--nodes", "2"), "no option --nodes"),
+        ((*SLURM, "--", "--array=0-3"), "all tasks of an --array would be the one run"),
+        ((*SLURM, "--", "-N", "1", "-a", "0-3"), "rankzero repeat --slurm trains several seeds"),
     ],
 )
 def test_mistakes_are_found_before_the_job_waits(

@@ -60,6 +60,13 @@ def _slurm(arguments: argparse.Namespace, name: str, words: list[str]) -> int:
         raise UserError(
             f"--{foreign[0]} is for --kubernetes: give sbatch its own options, after --"
         )
+    array = argparse.ArgumentParser(add_help=False)
+    array.add_argument("--array", "-a", nargs="?", const="")
+    if array.parse_known_args(arguments.after)[0].array is not None:
+        raise UserError(
+            f"all tasks of an --array would be the one run {name}: rankzero repeat --slurm trains "
+            "several seeds or settings"
+        )
     checkpoints = arguments.dir.absolute() / "runs" / name / "checkpoints"
     script = slurm.script(name, words, arguments.after, checkpoints)
     if arguments.dry_run:
