@@ -61,12 +61,13 @@ def test_a_dry_run_prints_a_script_that_a_shell_can_read(
 
 
 def test_a_job_has_none_of_the_shells_variables_of_torchrun(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     srun = tmp_path / "srun"
     srun.write_text(f"#!/bin/sh\nenv > {tmp_path}/environ\n")
     srun.chmod(0o755)
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PET_NNODES": "1", "KEPT": "PET_NNODES"}
+    monkeypatch.setenv("PET_NNODES", "2")
     script = script_of(capsys, "--name", "first")
     subprocess.run(["sh", "-u"], input=script, text=True, check=True, env=environ)
     assert [line for line in (tmp_path / "environ").read_text().split() if "PET" in line] == [

@@ -89,6 +89,21 @@ def test_without_a_claim_a_pod_waits_for_mlflow(capsys: pytest.CaptureFixture[st
     assert container["envFrom"] == [{"secretRef": {"name": "mlflow"}}]
 
 
+def test_variables_of_this_shell_are_not_of_the_pods(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://team:5000")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "theirs")
+    monkeypatch.setenv("PET_NNODES", "2")
+    assert main([*KUBERNETES, *CLAIM, "--experiment-name", "ours"]) == 0
+    captured = capsys.readouterr()
+    noted = "note: the pods do not get MLFLOW_TRACKING_URI of this shell: give the option, or a"
+    assert captured.err == f"{noted} --secret that has it\n"
+    (job,) = yaml.safe_load_all(captured.out)
+    assert job["spec"]["completions"] == 1, "the pods would be two trainings of one name"
+    assert main([*KUBERNETES, "--secret", "mlflow"]) == 0 and not capsys.readouterr().err
+
+
 def test_a_pod_gets_a_command_that_rankzero_takes(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("lr=1e-2", "--nproc", "4", "--nnodes", "2", "--tag", "cost=$5", "--note", "1e3")
     _, job = manifest_of(capsys, *CLAIM, *words)

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 
 from rankzero.cli import options
 from rankzero.cli.commands import train
 from rankzero.cli.submit import kubernetes, slurm
 from rankzero.cli.submit.kubernetes import Pods
 from rankzero.errors import FINISHED, UserError
+from rankzero.mlflow_store.patience import WAIT
+from rankzero.redaction.text import NOTIFY
 
 _PODS = ("image", "gpus", "cpus", "memory", "claim", "secret")
+# Variables of `rankzero train`, and the beginning of the option that each of them stands for.
+_VARIABLES = {
+    "MLFLOW_TRACKING_URI": "--tracking",
+    "MLFLOW_EXPERIMENT_NAME": "--experiment",
+    WAIT: "--wait",
+    NOTIFY: "--notify",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_own(parser)
     train.add_training(parser)
+    # The variables of torchrun in this shell are not of the job.
+    parser.set_defaults(nnodes=None, nproc=None, rdzv_endpoint=None)
 
 
 def _add_own(parser: argparse.ArgumentParser) -> None:
@@ -92,6 +105,14 @@ def _kubernetes(arguments: argparse.Namespace, name: str, words: list[str]) -> i
             "a pod's disk is lost with it: keep the runs on a --claim NAME, or in MLflow, with "
             "--tracking-uri or a --secret NAME that has MLFLOW_TRACKING_URI"
         )
+    lost = [
+        name
+        for name, option in _VARIABLES.items()
+        if os.environ.get(name) and not any(word.startswith(option) for word in words)
+    ]
+    if lost and not arguments.secret:
+        text = f"note: the pods do not get {', '.join(lost)} of this shell"
+        print(f"{text}: give the option, or a --secret that has it", file=sys.stderr)
     _, most = arguments.nnodes or (1, 1)
     pods = Pods(count=most, **{option: getattr(arguments, option) for option in _PODS})
     print(kubernetes.manifest(name, words, pods), end="")
