@@ -78,3 +78,25 @@ def test_a_slurm_step_is_one_run_unless_a_count_is_given(monkeypatch: pytest.Mon
 def test_counts_that_are_none(words: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(TINY), *words]) == 2
     assert words[1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("environ", "count"),
+    [
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, 4),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, 2),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, None),  # Kubeflow's, for machines
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, None),
+    ],
+)
+def test_a_launcher_of_several_processes_is_refused(
+    environ: dict[str, str], count: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = parsed(environ, monkeypatch)
+    if count is None:
+        assert options.machines_of(arguments) == Machines()
+    else:
+        with pytest.raises(UserError, match=f"starts this command {count} times"):
+            options.machines_of(arguments)
+    arguments = parsed(environ, monkeypatch, "--nnodes", "1")
+    assert options.machines_of(arguments) == Machines()

@@ -122,7 +122,8 @@ def add_machines(parser: argparse.ArgumentParser) -> None:
 def machines_of(arguments: argparse.Namespace) -> Machines:
     """Return the machines of the command line, of torchrun's variables or of a Slurm step.
 
-    Raises UserError if they are incomplete, or if this machine has no address for the others.
+    Raises UserError if they are incomplete, if this machine has no address for the others, or if
+    another launcher has started the command several times.
     """
     endpoint, number = arguments.rdzv_endpoint, None
     if not endpoint and (first := _of_torchrun("MASTER_ADDR")):
@@ -142,7 +143,10 @@ def machines_of(arguments: argparse.Namespace) -> Machines:
     if arguments.nnodes is None and (step := machines.of_slurm(os.environ, typed=typed)):
         number = number if endpoint else step.number
         return machines.meet(dataclasses.replace(step.machines, **given), number)
-    least, most = arguments.nnodes or (1, 1)
+    if arguments.nnodes is None:
+        machines.refuse_launcher(os.environ)
+        return ALONE
+    least, most = arguments.nnodes
     if most == 1:
         return ALONE
     if not endpoint:

@@ -123,6 +123,27 @@ def meet(
 
 ALONE = Machines()
 
+# Variables of launchers that start a process for each device: its number on its machine, and how
+# many processes there are. RANK and WORLD_SIZE without LOCAL_RANK are Kubeflow's, for machines.
+_LAUNCHERS = (
+    ("LOCAL_RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("HOROVOD_LOCAL_RANK", "HOROVOD_SIZE"),
+    ("MPI_LOCALRANKID", "PMI_SIZE"),
+)
+
+
+def refuse_launcher(environ: Mapping[str, str]) -> None:
+    """Raise UserError if torchrun, mpirun or the like has started this command several times."""
+    for local, size in _LAUNCHERS:
+        count = environ.get(size, "")
+        if local in environ and count.isdecimal() and int(count) > 1:
+            raise UserError(
+                f"a launcher such as torchrun starts this command {count} times ({size}), and "
+                "RankZero starts a machine's processes itself: run it without the launcher, with "
+                "--nproc for the processes; for a run of each process, add --nnodes 1"
+            )
+
 
 class Step(NamedTuple):
     """The machines of a Slurm step, and this machine's number."""
