@@ -89,6 +89,26 @@ def test_a_child_that_cannot_be_locked_does_not_stop_its_siblings(
     assert {run.name for run in list_runs(uri)} == {parent.path.name, children[1].path.name}
 
 
+def test_children_are_delivered_with_their_parent_and_wait_for_nothing(
+    new_store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    shutil.copy(new_store, tmp_path / "mlflow.db")
+    parent = make_folder(tmp_path, uri)
+    child = make_folder(tmp_path, uri, parent=parent.path.name)
+    parent.add_child(child.path.name)
+    append(parent, started(), ended())
+    append(child, started(step=9), steps(10, 20), ended())  # the newest, so the first of a list
+    monkeypatch.setattr(sync, "deliver", functools.partial(sync.deliver, patience=0.5))
+    assert command.run(argparse.Namespace(run=None, dir=tmp_path)) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{parent.path.name}: complete, ") and printed.count("\n") == 1
+    assert {run.name for run in list_runs(uri)} == {parent.path.name, child.path.name}
+
+
 def lock_out(folder: RunFolder) -> None:
     """Make a lock that nobody can open, as the file of another user: a folder."""
     (folder.path / "recorder.lock").mkdir()

@@ -28,7 +28,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.run:
         incomplete = [named_runs.require(runs, arguments.run)]
     else:
-        incomplete = [run.folder for run in lookup.listed(runs, broken.append) if _lacks(run)]
+        late = [run for run in lookup.listed(runs, broken.append) if _lacks(run)]
+        # A child waits for its parent's run in MLflow, and goes with it.
+        known = {run.folder.path.name for run in late}
+        incomplete = [run.folder for run in late if run.parent not in known]
     for text in broken:
         print(f"skipped: {text}")
     if not incomplete:
