@@ -73,6 +73,6 @@ def _checkpoints(store: Any, run: Any) -> list[tuple[int, bool]]:
 
 def _record(store: Any, run: Any) -> dict[str, Any]:
     found = store if isinstance(store, MemoryStore) else store.find_run(run.run_id)
-    kept = ("host", "rankzero.attempt", "rankzero.best")
+    kept = ("host", "rankzero.attempt", "rankzero.best", "rankzero.claim")
     tags = {key: found.tags.get(key) for key in kept}
     return {"status": found.status, "params": found.params, "tags": tags}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rankzero.events import CheckpointSaved, DataDescribed, RunEnded, RunStarted
-from rankzero.mlflow_store.items import DESCRIPTION, MetricPoint
+from rankzero.mlflow_store.items import CLAIM, DESCRIPTION, MetricPoint, claim_of
 from rankzero.mlflow_store.uris import RunGone
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.tracking.deliverer import Deliverer
@@ -34,6 +34,7 @@ class OpenedRun(NamedTuple):
     run_id: str
     experiment_id: str
     marks: dict[str, int]
+    tags: dict[str, str]
 
 
 Change = tuple[str, tuple[Any, ...]]
@@ -89,7 +90,8 @@ class MemoryStore:
         self, identity: Identity, experiment_id: str | None = None
     ) -> OpenedRun | None:
         marks = {key: max(steps) for key, steps in self.points.items()}
-        return OpenedRun(RUN_ID, "1", marks) if self.uuid == identity.uuid else None
+        found = OpenedRun(RUN_ID, "1", marks, dict(self.tags))
+        return found if self.uuid == identity.uuid else None
 
     def start_attempt(self, run_id: str, event: RunStarted) -> None:
         self._call("start_attempt", event)
@@ -183,6 +185,7 @@ class MemoryStore:
         self.status = "RUNNING"
         self.params = {**event.params, **self.params}
         self.tags |= {**event.environment, "rankzero.attempt": str(event.attempt)}
+        self.tags[CLAIM] = claim_of(event)
 
     def _add(self, points: Sequence[tuple[Any, ...]]) -> None:
         for key, value, milliseconds, step, _ in points:

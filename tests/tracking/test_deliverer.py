@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import pickle
 import random
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from mlflow.exceptions import MlflowException, RestException
@@ -27,7 +29,7 @@ from rankzero.run_store.journal import Journal
 from rankzero.run_store.run_locks import claim
 from rankzero.tracking import delivery_status
 from rankzero.tracking.deliverer import READ_SECONDS, Deliverer
-from support.memory_store import MemoryStore, Refused, deliverer_to
+from support.memory_store import RUN_ID, MemoryStore, Refused, deliverer_to
 from support.runs import T0, append, deleted, ended, evaluated, make_folder, saved, started, steps
 from support.stores import list_runs
 
@@ -626,6 +628,122 @@ def test_what_another_machine_sent_is_asked_for_until_the_run_is_opened(
     run(deliverer_to(tracker, folder))
     assert all(len(seen) == 1 for seen in tracker.points["train/loss"].values())
     assert sorted(tracker.curve("train/loss")) == list(range(1, 71))
+
+
+LATER = max(T0, time.time()) + 1000
+
+
+def continued_elsewhere(
+    root: Path, folder: RunFolder, tracker: MemoryStore, first: int, last: int
+) -> None:
+    """Continue a delivered run on another machine, `b`, from the step before `first`."""
+    uri, uuid = folder.identity.tracking_uri, folder.identity.uuid
+    other = make_folder(root / "b", uri, uuid=uuid, mlflow_run_id=RUN_ID)
+    begun = dataclasses.replace(started(step=first), time=LATER)
+    append(other, dataclasses.replace(begun, environment={"rankzero.host": "b"}))
+    append(other, steps(first, last, offset=0.02), saved(other, last), ended(reason="by b"))
+    sampled(other, CPU, 0, 3)
+    run(deliverer_to(tracker, other))
+    assert tracker.tags["rankzero.claim"] == f"{LATER!r} b"
+
+
+def on_a_server(root: Path, tracker: MemoryStore) -> RunFolder:
+    """A run whose machine goes down with steps that are not delivered."""
+    folder = make_folder(root, "http://127.0.0.1:9")
+    claim(folder, 0)
+    append(folder, started(), steps(1, 50))
+    sampled(folder, CPU, 0, 4)
+    run(deliverer_to(tracker, folder))
+    append(folder, steps(51, 80), saved(folder, 60), saved(folder, 80))
+    sampled(folder, CPU, 5, 7)
+    return folder
+
+
+def each_value_once(tracker: MemoryStore) -> bool:
+    return all(len(seen) == 1 for curve in tracker.points.values() for seen in curve.values())
+
+
+@pytest.mark.parametrize("lost", [(), ("recorder.json",), ("delivery.json", "recorder.json")])
+def test_a_machine_that_comes_back_changes_nothing_of_a_run_that_another_one_continued(
+    tmp_path: Path, tracker: MemoryStore, lost: Sequence[str]
+) -> None:
+    folder = on_a_server(tmp_path, tracker)
+    continued_elsewhere(tmp_path, folder, tracker, 51, 60)
+    for name in lost:
+        (folder.path / name).write_text("{ damaged")
+    append(folder, deleted(60), ended("FAILED"))
+    before = pickle.dumps((tracker.points, tracker.tags, tracker.checkpoints, tracker.artifacts))
+    for _ in range(2):
+        retries = run(deliverer_to(tracker, folder)).state.retries
+        assert retries.gone and "b has continued the run" in (retries.error or "")
+    assert tracker.status == "FINISHED" and tracker.tags["rankzero.reason"] == "by b"
+    now = pickle.dumps((tracker.points, tracker.tags, tracker.checkpoints, tracker.artifacts))
+    assert now == before and each_value_once(tracker)
+
+
+def test_a_run_that_comes_back_after_another_machine_keeps_what_each_one_did(
+    tmp_path: Path, tracker: MemoryStore
+) -> None:
+    """The first machine's rest is delivered with its new attempt, which owns the run."""
+    folder = on_a_server(tmp_path, tracker)
+    continued_elsewhere(tmp_path, folder, tracker, 51, 60)
+    theirs = tracker.checkpoints[60][0]
+    append(folder, ended("FAILED"))
+    run(deliverer_to(tracker, folder))
+    claim(folder, 0)
+    append(folder, dataclasses.replace(started(2, step=80), time=LATER + 1000))
+    append(folder, steps(81, 90), saved(folder, 90), ended(reason="back"))
+    done = run(deliverer_to(tracker, folder))
+    assert sorted(tracker.curve("train/loss")) == list(range(1, 91)) and each_value_once(tracker)
+    assert tracker.curve("train/loss")[60] == pytest.approx(1 / 60 + 0.02)
+    assert list(tracker.curve(CPU)) == list(range(12))
+    assert sorted(tracker.checkpoints) == [60, 80, 90] and tracker.checkpoints[60][0] == theirs
+    assert (tracker.status, tracker.tags["rankzero.reason"]) == ("FINISHED", "back")
+    assert not done.state.retries.error and delivery_status.status(folder).complete
+
+
+@pytest.mark.parametrize("rest", ["the end", "an upload", "steps"])
+def test_a_courier_whose_run_another_machine_continues_meanwhile_sends_no_more(
+    tmp_path: Path, tracker: MemoryStore, rest: str
+) -> None:
+    now, store = [0.0], cast("MlflowRuns", tracker)
+    folder = on_a_server(tmp_path, tracker)
+    first = Deliverer(folder, 0, lambda _: store, longest_wait=0.0, clock=lambda: now[0])
+    first.hasten()
+    run(first)
+    continued_elsewhere(tmp_path, folder, tracker, 81, 90)
+    if rest == "the end":
+        append(folder, ended("FAILED"))
+    elif rest == "an upload":
+        append(folder, deleted(90))
+    else:
+        now[0] = 60.0
+        append(folder, steps(81, 100))
+    run(first)
+    assert tracker.status == "FINISHED" and 90 in tracker.checkpoints
+    assert sorted(tracker.curve("train/loss")) == list(range(1, 91)) and each_value_once(tracker)
+    assert "b has continued the run" in (delivery_status.status(folder).error or "")
+
+
+def test_a_new_attempt_owns_the_run_although_its_machine_is_behind(
+    tmp_path: Path, tracker: MemoryStore
+) -> None:
+    """The clock of the machine that was lost was ahead."""
+    folder = on_a_server(tmp_path, tracker)
+    tracker.tags["rankzero.claim"] = f"{LATER!r} ahead"
+    claim(folder, 0)
+    append(folder, started(2, step=80), steps(81, 90), ended(reason="behind"))
+    run(deliverer_to(tracker, folder))
+    assert tracker.tags["rankzero.claim"] == repr(T0 + 80)
+    assert (tracker.status, tracker.tags["rankzero.reason"]) == ("FINISHED", "behind")
+
+
+def test_the_nodes_of_an_attempt_share_it(folder: RunFolder, tracker: MemoryStore) -> None:
+    tracker.open_run(folder.identity, T0)
+    tracker.tags["rankzero.claim"] = f"{LATER!r} first"
+    sampled(folder, CPU.replace("/", "/node_1/"), 0, 3, node=1)
+    run(deliverer_to(tracker, folder, node=1))
+    assert len(tracker.sent) == 4
 
 
 def test_samples_that_a_killed_courier_sent_are_no_other_machines(

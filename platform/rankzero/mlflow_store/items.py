@@ -9,6 +9,8 @@ from rankzero.events import DataDescribed, ParamsLogged, RunEnded, RunStarted
 
 RETRIES = "rankzero.retries"
 DESCRIPTION = "mlflow.note.content"
+CLAIM = "rankzero.claim"
+"""The tag that says which attempt the run belongs to. docs/decisions/0075 has the reasons."""
 
 
 class MetricPoint(NamedTuple):
@@ -36,6 +38,11 @@ class Tags:
 
 
 MlflowItem = RunStarted | DataDescribed | ParamsLogged | MetricBatch | Tags | RunEnded
+
+
+def claim_of(event: RunStarted) -> str:
+    """Return the attempt's value of the tag `CLAIM`: its start, which is its own, and its host."""
+    return f"{event.time!r} {event.environment.get('rankzero.host', '')}".strip()
 
 
 def name_of(item: MlflowItem) -> str:

@@ -48,6 +48,10 @@ class RunGone(TrackingError):
     """Somebody deleted the run in MLflow, so it accepts nothing any more."""
 
 
+class RunContinued(RunGone):
+    """Another machine has begun a newer attempt of the run, so it accepts no older one's items."""
+
+
 class ExperimentGone(TrackingError):
     """Somebody deleted the MLflow experiment, so it takes no new run."""
 

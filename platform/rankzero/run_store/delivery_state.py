@@ -73,6 +73,10 @@ class Curves:
     """Added to a sample's number: the samples of earlier attempts on other machines."""
     attempt_offset: int = 0
     """Added to an attempt's number: the attempts on other machines."""
+    other_began: float = 0.0
+    """When another machine began an attempt. Those of this disk before it are out of date."""
+    other_step: int = -1
+    """Checkpoints up to this step are the other machine's, until a later attempt begins here."""
     evaluated: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Step -> time of its evaluation in ms. A checkpoint's metrics link to the same points."""
     infinite: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -150,7 +154,7 @@ class Retries:
     error: str | None = None
     """The error of the latest request, None after a success."""
     gone: bool = False
-    """Whether the latest request found the run deleted."""
+    """Whether the latest request found the run deleted, or continued by another machine."""
 
 
 @dataclasses.dataclass(frozen=True)

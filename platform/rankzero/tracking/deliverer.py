@@ -4,7 +4,8 @@ It is a state machine, and docs/structure.md draws it. Its states are the member
 `Deliverer._next` decides between them, by what there is to do, and nothing else does.
 
 OPEN, SEND and UPLOAD make requests. After an error each has a wait of its own (`RetryPolicy`, 1 to
-30 s) and is then tried again. If the MLflow run was deleted, the deliverer does nothing more.
+30 s) and is then tried again. If the MLflow run was deleted, or another machine has continued it,
+the deliverer does nothing more.
 
 A crash before delivery.json is written replays the same items, which changes nothing in MLflow. A
 journal is synced before its events are sent, and delivery.json has a checksum of what was read. If
@@ -35,8 +36,16 @@ from rankzero.events import (
     RunStarted,
 )
 from rankzero.mlflow_store import limits
-from rankzero.mlflow_store.items import RETRIES, MetricBatch, MlflowItem, Tags, name_of, parts_of
-from rankzero.mlflow_store.uris import ExperimentGone, RunGone, sqlite_path
+from rankzero.mlflow_store.items import (
+    CLAIM,
+    RETRIES,
+    MetricBatch,
+    MlflowItem,
+    Tags,
+    name_of,
+    parts_of,
+)
+from rankzero.mlflow_store.uris import ExperimentGone, RunContinued, RunGone, sqlite_path
 from rankzero.permanent_errors import lacks_rights, refusal
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import delivery_state, disk, run_locks
@@ -54,6 +63,8 @@ if TYPE_CHECKING:
 
 # Few large batches: each costs the server as much as a thousand points do.
 READ_SECONDS = 5.0
+# How often a run on a server is asked whether another machine has continued it.
+_LOOK_SECONDS = 60.0
 # After so many failures in a row the item itself may be to blame, and another request tests it.
 _SUSPICIOUS_FAILURES = 8
 # With a failure before each: a server that answers now and then proves nothing.
@@ -106,14 +117,16 @@ class Deliverer:
         self._is_lost = self._path.exists() and not self.state.updated
         self._items: deque[MlflowItem] = deque()
         self._target: Target | None = None
+        # The last tag that was no newer attempt's. To look for others reads the journal.
+        self._claim: str | None = None
         self._retry = RetryPolicy(longest_wait, clock)
-        self._hurried, self._is_gone, self._read_at = False, False, 0.0
+        self._hurried, self._is_gone, self._read_at, self._look_at = False, False, 0.0, 0.0
         # The unread bytes that are no whole line: there is nothing to read until they change.
         self._unfinished = 0
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is to do: MLflow has all that the journals hold, or deleted the run."""
+        """Whether nothing is to do: MLflow has all that the journals hold, or takes no more."""
         queue = self.state.queue
         return self._is_gone or not (self._items or self._unread() or queue.waiting or queue.ending)
 
@@ -132,11 +145,13 @@ class Deliverer:
                 if (end := self.state.queue.ending) is not None:
                     items, self.state = ending(end, self.state)
                     self._items.extend(items)
+                self._look_at = 0.0
                 return True
         try:
             if target is None:
                 done = self._open()
             else:
+                self._look(activity, target)
                 (self._send if activity is Activity.SEND else self._upload)(target)
                 done = True
         # A hostile value, a full disk, a broken server: none of them may end the delivery.
@@ -198,6 +213,7 @@ class Deliverer:
 
     def _handle(self, error: Exception, activity: Activity, target: Target | None) -> bool:
         """Set the item aside if it is to blame, else back off. Return whether anything was done."""
+        self._look_at = 0.0
         try:
             if isinstance(error, RunGone):
                 raise error
@@ -210,7 +226,7 @@ class Deliverer:
                 self._succeeded(activity)
                 return True
         except RunGone as gone:
-            self._abandon(str(gone))
+            self._abandon(gone)
             return True
         except Exception as later:
             error = later
@@ -255,17 +271,44 @@ class Deliverer:
         target = open_run.open_run(self._folder, self._node, self._connect, self.state.run_id)
         if target is None:
             return False
+        folder, node, run = self._folder, self._node, target.run
+        # The nodes of an attempt share it, and only node 0 has the run's journal.
+        other = open_run.other_attempt(folder, run) if node == 0 else None
+        is_new = self._is_new_attempt()
         # Without a state of our own, MLflow may have points that another process sent.
         if self.state.run_id is None:
-            is_new = self._node > 0 and not self._is_lost
-            from_elsewhere = is_new or self._folder.identity.mlflow_run_id is not None
-            self.state = open_run.adopt(self.state, target.run, self._node, from_elsewhere)
-        elif self._is_new_attempt():
-            others = open_run.has_others_samples(self._folder, self._node, self.state, target.run)
-            self.state = open_run.adopt(self.state, target.run, self._node, others)
-        self._target = target
+            is_replaced = node > 0 and not self._is_lost
+            from_elsewhere = is_replaced or folder.identity.mlflow_run_id is not None
+            self.state = open_run.adopt(self.state, run, node, bool(other) or from_elsewhere)
+        elif other or is_new:
+            others = bool(other) or open_run.has_others_samples(folder, node, self.state, run)
+            self.state = open_run.adopt(self.state, run, node, others)
+        if other is not None:
+            self.state = open_run.leave_to(other, self.state, run)
+        open_run.refuse_older(folder, other, is_new)
+        self._target, self._look_at = target, self._clock() + _LOOK_SECONDS
         self.commit()
         return True
+
+    def _look(self, activity: Activity, target: Target) -> None:
+        """Raise RunContinued if another machine has begun a newer attempt meanwhile.
+
+        Asks MLflow before an end and before each upload, after an error, and once a minute.
+        """
+        is_due = activity is Activity.UPLOAD or self._clock() >= self._look_at
+        # Processes on one disk share a folder, whose claim and locks keep them apart.
+        if self._node > 0 or self._is_embedded or not is_due:
+            return
+        identity = dataclasses.replace(self._folder.identity, mlflow_run_id=target.run.run_id)
+        run = target.store.find_open_run(identity)
+        claim = None if run is None else run.tags.get(CLAIM)
+        if run is not None and claim != self._claim:
+            open_run.refuse_older(self._folder, open_run.other_attempt(self._folder, run))
+        self._claim, self._look_at = claim, self._clock() + _LOOK_SECONDS
+
+    @property
+    def _is_embedded(self) -> bool:
+        return sqlite_path(self._folder.identity.tracking_uri) is not None
 
     def _is_new_attempt(self) -> bool:
         """Return whether another machine may have continued the run since the state was written.
@@ -273,8 +316,7 @@ class Deliverer:
         Not within an attempt: a replay must send its points again, though MLflow has them.
         """
         claim = run_locks.latest(self._folder, self._node)
-        is_embedded = sqlite_path(self._folder.identity.tracking_uri) is not None
-        return not is_embedded and claim is not None and claim.token != self.state.claim
+        return not self._is_embedded and claim is not None and claim.token != self.state.claim
 
     def _read(self) -> bool:
         """Read on in the journals. Return whether there was a whole line to read."""
@@ -302,8 +344,8 @@ class Deliverer:
         cursor = dataclasses.replace(cursor, offsets=offsets, checksums=checksums)
         # Only now: an error of `translate` must not lose the events.
         state = dataclasses.replace(self.state, cursor=cursor, problems=problems)
-        is_direct = sqlite_path(self._folder.identity.tracking_uri) is not None
-        size = limits.METRICS_PER_TRANSACTION if is_direct else limits.METRICS_PER_BATCH
+        per_request = limits.METRICS_PER_BATCH
+        size = limits.METRICS_PER_TRANSACTION if self._is_embedded else per_request
         items, self.state = translate(events, state, size)
         self._items.extend(items)
         if not items:
@@ -395,12 +437,16 @@ class Deliverer:
         self._reject(name_of(item), reason)
         self._drop_item()
 
-    def _abandon(self, reason: str) -> None:
-        """Stop: the run was deleted in MLflow. The rest waits for somebody to restore it."""
+    def _abandon(self, gone: RunGone) -> None:
+        """Stop: the run was deleted in MLflow, or another machine has continued it.
+
+        The rest waits for somebody to restore it, or for a later attempt here.
+        """
         self._is_gone, name = True, self._folder.path.name
         command = command_lines.line(self._folder.root, "delete", "--restore", name)
         is_child = self._folder.identity.parent is not None
-        error = f"{reason}: {'restore it in MLflow' if is_child else f'`{command}` brings it back'}"
+        back = "restore it in MLflow" if is_child else f"`{command}` brings it back"
+        error = str(gone) if isinstance(gone, RunContinued) else f"{gone}: {back}"
         if error != self.state.retries.error:
             log.error("%s; the rest of its journal is not delivered", error)
         self._change(retries=dataclasses.replace(self.state.retries, error=error, gone=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
@@ -9,10 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rankzero.events import RunStarted, SystemSampled
 from rankzero.metric_names import WHOLE_RUN
+from rankzero.mlflow_store.items import CLAIM
+from rankzero.mlflow_store.uris import RunContinued
 from rankzero.run_store import run_locks
 from rankzero.run_store.delivery_state import DeliveryState, load, path_of
 from rankzero.run_store.folder import RunFolder
-from rankzero.run_store.journal import read, read_all
+from rankzero.run_store.journal import milestones, read, read_all
+from rankzero.tracking.translate import is_others
 
 if TYPE_CHECKING:
     from rankzero.mlflow_store.client import MlflowRuns, RunRecord
@@ -23,6 +27,13 @@ class Target(NamedTuple):
 
     store: MlflowRuns
     run: RunRecord
+
+
+class OtherAttempt(NamedTuple):
+    """The newest attempt that MLflow knows of a run, if another machine began it."""
+
+    began: float
+    host: str
 
 
 def connect(tracking_uri: str) -> MlflowRuns:
@@ -100,6 +111,57 @@ def adopt(state: DeliveryState, run: RunRecord, node: int, from_elsewhere: bool)
     return dataclasses.replace(
         state, run_id=run.run_id, experiment_id=run.experiment_id, curves=curves
     )
+
+
+def other_attempt(folder: RunFolder, run: RunRecord) -> OtherAttempt | None:
+    """Return the newest attempt that MLflow knows, or None if this disk's journal has it.
+
+    None too for a run of an earlier version, which has no tag.
+    """
+    text, _, host = run.tags.get(CLAIM, "").partition(" ")
+    began = 0.0
+    with contextlib.suppress(ValueError):  # anyone may change a tag
+        began = float(text)
+    is_known = not began > 0 or began in _starts(folder)
+    return None if is_known else OtherAttempt(began, host or "another machine")
+
+
+def refuse_older(folder: RunFolder, other: OtherAttempt | None, is_new: bool = False) -> None:
+    """Raise RunContinued if no attempt of this disk began after another machine's.
+
+    `is_new`: MLflow does not know this disk's newest attempt yet. While its writer lives, it is the
+    later one, whatever the two clocks say.
+    """
+    if other is None:
+        return
+    claim = run_locks.latest(folder, 0)
+    newest = max([*_starts(folder), 0.0 if claim is None else claim.time])
+    if newest > other.began or (is_new and run_locks.writer_lives(folder)):
+        return
+    raise RunContinued(
+        f"{other.host} has continued the run, so MLflow gets nothing more of the attempt here"
+    )
+
+
+def leave_to(other: OtherAttempt, state: DeliveryState, run: RunRecord) -> DeliveryState:
+    """Return the state without what would replace the other attempt's end and checkpoints."""
+    curves = dataclasses.replace(
+        state.curves, other_began=other.began, other_step=newest_step(run.marks)
+    )
+    waiting = tuple(one for one in state.queue.waiting if not is_others(one, curves))
+    queue = dataclasses.replace(state.queue, ending=None, waiting=waiting)
+    return dataclasses.replace(state, curves=curves, queue=queue)
+
+
+def newest_step(marks: Mapping[str, int]) -> int:
+    """Return the newest step of a run's training in MLflow, or -1."""
+    # The steps of these are numbers of samples and of attempts.
+    others = ("system/", f"{WHOLE_RUN}/")
+    return max((at for key, at in marks.items() if not key.startswith(others)), default=-1)
+
+
+def _starts(folder: RunFolder) -> set[float]:
+    return {one.time for one in milestones(folder.events) if isinstance(one, RunStarted)}
 
 
 def has_others_samples(folder: RunFolder, node: int, state: DeliveryState, run: RunRecord) -> bool:

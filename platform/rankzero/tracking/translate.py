@@ -33,7 +33,7 @@ from rankzero.mlflow_store.items import (
     MlflowItem,
     Tags,
 )
-from rankzero.run_store.delivery_state import Curves, DeliveryState, Task
+from rankzero.run_store.delivery_state import Curves, DeliveryState, Task, UploadEvent
 from rankzero.run_store.provenance import tags_for_mlflow, tags_of_user
 
 Row = tuple[str, object, object, object]  # key, step, time, value, as the journal has them
@@ -139,6 +139,13 @@ def metric_name(key: str, curves: Curves) -> str:
     return name if curves.owners.get(name, key) == key else limits.unique_name(key)
 
 
+def is_others(event: object, curves: Curves) -> bool:
+    """Return whether MLflow has another machine's checkpoint in the place of the event's."""
+    return (
+        isinstance(event, CheckpointSaved | CheckpointDeleted) and event.step <= curves.other_step
+    )
+
+
 class _Draft:
     """The state while one chunk of events is translated, with dictionaries of its own."""
 
@@ -182,6 +189,8 @@ class _Draft:
         # A replay of the same attempt after a crash must not skip the points it sends again.
         if event.attempt > self._curves.attempt:
             self._change(floor=dict(self._marks), attempt=event.attempt)
+        if event.time > self._curves.other_began:
+            self._change(other_step=-1)
         goal, known = event.params.get("goal.metric"), self._curves
         # Another goal's best value is none of this one's.
         is_other = None not in (goal, known.goal) and goal != known.goal
@@ -214,11 +223,7 @@ class _Draft:
         try:
             match event:
                 case CheckpointSaved() | CheckpointDeleted() | PicturesTaken() | ModelLogged():
-                    if isinstance(event, CheckpointSaved):
-                        # `linked` looks these names up later, so they get their owners here.
-                        for key in event.metrics:
-                            self._name(key)
-                    self._waiting.append(event)
+                    self._queue_upload(event)
                 case ArtifactLogged():
                     self._upload_artifacts()
                 case RunEnded():
@@ -304,6 +309,15 @@ class _Draft:
         if event.best and goal is not None:
             self._change(best=scalars.number(event.metrics.get(goal)))
         return self.keep(_rows(event.metrics, event.step, event.time))
+
+    def _queue_upload(self, event: UploadEvent) -> None:
+        if is_others(event, self._curves):
+            return
+        if isinstance(event, CheckpointSaved):
+            # `linked` looks these names up later, so they get their owners here.
+            for key in event.metrics:
+                self._name(key)
+        self._waiting.append(event)
 
     def _upload_artifacts(self) -> None:
         if Task.ARTIFACTS not in self._waiting:

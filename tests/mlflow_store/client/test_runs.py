@@ -145,11 +145,13 @@ def test_a_run_has_few_tags_of_ours(tracker: MlflowRuns, run: RunRecord) -> None
     tags = tracker.find_run(run.run_id).tags
     assert {key for key in tags if not key.startswith("mlflow.")} == {
         "rankzero.attempt",
+        "rankzero.claim",
         "rankzero.dirty",
         "rankzero.experiment_file",
         "rankzero.uuid",
         "team",
     }
+    assert tags["rankzero.claim"] == f"{T0!r} x"
 
 
 def test_hostile_params_and_tags_are_made_legal(tracker: MlflowRuns, run: RunRecord) -> None:

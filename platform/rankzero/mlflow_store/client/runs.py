@@ -31,7 +31,7 @@ from rankzero.mlflow_store.client.images import write_images
 from rankzero.mlflow_store.client.mlflow_compat import request_timeout
 from rankzero.mlflow_store.client.models import MlflowModels
 from rankzero.mlflow_store.client.records import RunRecord, require_id
-from rankzero.mlflow_store.items import DESCRIPTION, MetricPoint
+from rankzero.mlflow_store.items import CLAIM, DESCRIPTION, MetricPoint, claim_of
 from rankzero.mlflow_store.uris import NoSuchRun, RunGone, TrackingError
 from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store.folder import Identity
@@ -131,6 +131,7 @@ class MlflowRuns:
         later attempt has others: the first one may be sent again, after somebody changed them.
         """
         tags = {**tags_for_mlflow(event.environment), "rankzero.attempt": str(event.attempt)}
+        tags[CLAIM] = claim_of(event)
         if event.attempt > 1:
             tags.pop(DESCRIPTION, None)
         else:

@@ -34,7 +34,7 @@ from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder, write_atomically
 from rankzero.run_store.location import may_be_foreign
 from rankzero.run_store.lock_files import open_lock, try_lock
-from rankzero.tracking import delivery_status
+from rankzero.tracking import delivery_status, open_run
 from rankzero.training import rng
 from rankzero.training.checkpoints import restore
 from rankzero.training.data import sets
@@ -262,6 +262,7 @@ def _log(folder: RunFolder, saved: Path, note: Mapping[str, Any], tags: Mapping[
         tracker = MlflowRuns(folder.identity.tracking_uri)
         tracker.require_run(run_id)
         run, step = tracker.find_run(run_id), note["step"]
+        open_run.refuse_older(folder, open_run.other_attempt(folder, run))
         there = tracker.models.best_models(run)
         known = checkpoint_files.known(folder.checkpoints).values()
         newest = max([step, *(manifest.step for manifest in known)])
