@@ -591,6 +591,27 @@ def test_runs_on_a_server(root: Path, here: Here, server: Server) -> None:
     assert ids[1] in tracker.deletion.deleted()
 
 
+def test_run_that_another_machine_has_continued_stays(
+    root: Path, here: Here, server: Server
+) -> None:
+    folder = make_folder(root, server.uri, name="one")
+    append(folder, started(), ended())
+    assert sync.deliver(folder).complete
+    tracker, run_id = MlflowRuns(server.uri), mlflow_id(folder) or ""
+    tracker.set_tags(run_id, {"rankzero.claim": f"{2 * time.time()!r} b"})
+    for command in (("delete", "one"), ("prune", "--keep-best", "0")):
+        assert "b has continued the run" in here(*command, "--yes")[1]
+    assert tracker.deletion.is_active(run_id)
+    append(folder, ended("FAILED"))
+    code, output = here("sync")
+    assert code == 0 and output.startswith("one: b has continued the run"), output
+    assert tracker.find_run(run_id).status == "FINISHED"
+    # Somebody deletes it in MLflow, and this disk is free to go.
+    tracker.deletion.delete(run_id)
+    code, output = here("prune", "--deleted", "--yes", "--discard-undelivered")
+    assert code == 0 and not folder.path.exists(), output
+
+
 def test_run_whose_experiment_was_deleted_during_its_delivery_gets_the_rest_once_restored(
     root: Path, here: Here, server: Server
 ) -> None:

@@ -19,7 +19,7 @@ from rankzero.run_store import delivery_state, lock_files, names, removal, run_l
 from rankzero.run_store.attempt import is_written, sole_launcher
 from rankzero.run_store.folder import RunFolder, write_atomically
 from rankzero.tracking import delivery_status
-from rankzero.tracking.open_run import connect
+from rankzero.tracking.open_run import connect, other_attempt, refuse_older
 from rankzero.tuning.options import STUDIES, default_storage
 
 if TYPE_CHECKING:
@@ -79,11 +79,11 @@ class Housekeeper:
         if lacks and not self.discard_undelivered:
             command = command_lines.line(folder.root, "sync", folder.path.name)
             return f"MLflow lacks {lacks}: {command}, or --discard-undelivered"
-        known = map(self._in_mlflow, parts(folder))
-        versions = [one for store, run_id in known if store for one in store.registered(run_id)]
+        known = [(one, *self._in_mlflow(one)) for one in parts(folder)]
+        versions = [one for _, store, run_id in known if store for one in store.registered(run_id)]
         if versions:
             return f"its files are registered as {', '.join(versions)}: delete that version first"
-        return None
+        return next((why for found in known if (why := _continued(*found))), None)
 
     def bytes(self, folder: RunFolder) -> int:
         """Return what `free` frees here: of the run, its children, and MLflow's local files."""
@@ -190,6 +190,19 @@ class Housekeeper:
         if uri not in self._stores:
             self._stores[uri] = connect(uri).deletion
         return self._stores[uri], run_id
+
+
+def _continued(folder: RunFolder, store: MlflowDeletion | None, run_id: str) -> str | None:
+    """Return which machine has continued the run since, or None."""
+    # Processes that share an embedded store share the run's folder, with its locks.
+    if store is None or store.is_local:
+        return None
+    run = store.record(run_id)
+    try:
+        refuse_older(folder, None if run is None else other_attempt(folder, run))
+    except uris.RunContinued as continued:
+        return f"{continued}: delete it there, or in MLflow"
+    return None
 
 
 def mark(folder: RunFolder) -> None:

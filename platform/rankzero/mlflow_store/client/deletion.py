@@ -99,6 +99,13 @@ class MlflowDeletion:
         run = self._found(run_id)
         return run is not None and run.info.lifecycle_stage == "active"
 
+    def record(self, run_id: str) -> RunRecord | None:
+        """Return the run, or None if it is deleted or gone."""
+        run = self._found(run_id)
+        if run is None or run.info.lifecycle_stage != "active":
+            return None
+        return RunRecord.of(run)
+
     def _record(self, run_id: str) -> RunRecord | None:
         run = self._found(run_id)
         return None if run is None else RunRecord.of(run)
