@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import re
@@ -20,12 +21,12 @@ from rankzero.errors import UserError
 from rankzero.housekeeping import bundle
 from rankzero.mlflow_store import uris
 from rankzero.mlflow_store.client import MlflowRuns
-from rankzero.mlflow_store.items import DESCRIPTION, MetricPoint
-from rankzero.run_store import checkpoint_files
+from rankzero.mlflow_store.items import CLAIM, DESCRIPTION, MetricPoint
+from rankzero.run_store import checkpoint_files, delivery_state
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
 from support.pictures import arrays, taken
-from support.runs import append, ended, evaluated, make_folder, saved, started, steps
+from support.runs import T0, append, ended, evaluated, make_folder, saved, started, steps
 from support.stores import copied, list_runs
 
 
@@ -167,6 +168,38 @@ def test_an_artifact_that_the_store_refuses_keeps_no_other_back(
     assert "left out: the artifact refused/0.txt: " in capsys.readouterr().err
     assert (artifacts / "taken" / "1.txt").read_text() == "taken"
     assert there.find_run(of_copy).tags["later"] == "yes"
+
+
+def test_what_other_programs_logged_into_the_run_is_copied(roots: tuple[Path, Path]) -> None:
+    mine, theirs = roots
+    folder, uri = study(mine), uris.default_tracking_uri(theirs)
+    tracker, run_id = MlflowRuns(uris.default_tracking_uri(mine)), mlflow_id(folder) or ""
+    more = [MetricPoint("theirs", step / 3, step, step) for step in range(5)]
+    tracker.log_metrics(run_id, [*more, MetricPoint("train/loss", 0.5, 7, 90)])
+    tracker.log_params(run_id, {"theirs": "x"})
+    for _ in range(2):
+        assert held(theirs, "study", bundle.copy(folder, uri)) == held(mine, "study")
+
+
+def test_run_that_another_machine_continued_is_not_exported_by_its_first_one(
+    roots: tuple[Path, Path], tmp_path: Path
+) -> None:
+    mine, _ = roots
+    folder, file = study(mine), tmp_path / "s.zip"
+    tracker, run_id = MlflowRuns(uris.default_tracking_uri(mine)), mlflow_id(folder) or ""
+    tracker.set_tags(run_id, {CLAIM: "2e9 b"})
+    with pytest.raises(UserError, match="study was continued from another machine: a part"):
+        bundle.write(folder, file)
+    # It has returned since, with samples that follow those of the other machine.
+    tracker.set_tags(run_id, {CLAIM: repr(T0)})
+    path = delivery_state.path_of(folder, 0)
+    state = delivery_state.load(path)
+    curves = dataclasses.replace(state.curves, sample_offset=3)
+    delivery_state.save(path, dataclasses.replace(state, curves=curves))
+    with pytest.raises(UserError, match="study was continued from another machine: a part"):
+        bundle.write(folder, file)
+    delivery_state.save(path, state)
+    bundle.write(folder, file)
 
 
 def test_second_copy_brings_the_better_model_and_what_an_upload_left(

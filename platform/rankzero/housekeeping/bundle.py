@@ -7,6 +7,7 @@ comes from MLflow: artifacts and models as they are, and the tags that people ch
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -24,21 +25,20 @@ from rankzero.errors import UserError
 from rankzero.events import Evaluated, StepsLogged
 from rankzero.housekeeping import download
 from rankzero.housekeeping.deletion import parts
-from rankzero.metric_names import WHOLE_RUN
-from rankzero.mlflow_store import uris
-from rankzero.mlflow_store.items import DESCRIPTION
+from rankzero.mlflow_store import limits, uris
+from rankzero.mlflow_store.items import CLAIM, DESCRIPTION, MetricPoint
 from rankzero.permanent_errors import refusal
 from rankzero.redaction.text import url_without_secrets
-from rankzero.run_store import names, removal, run_locks
+from rankzero.run_store import delivery_state, names, removal, run_locks
 from rankzero.run_store.attempt import is_written
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.run_store.location import make_root
 from rankzero.tracking import delivery_status, description, sync
-from rankzero.tracking.open_run import connect
+from rankzero.tracking.open_run import connect, newest_step, other_attempt
 
 if TYPE_CHECKING:
-    from rankzero.mlflow_store.client import MlflowRuns
+    from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,9 @@ _UNFINISHED = "import.unfinished"
 # Files of a bundle that are read as a whole.
 _MAX_JSON = 1 << 24
 # MLflow gives them to each run anew.
-_OWN_TAGS = ("rankzero.uuid", "mlflow.parentRunId")
+_OWN_TAGS = ("rankzero.uuid", "mlflow.parentRunId", CLAIM)
+# The points that are in MLflow alone, a line each.
+_POINTS, _POINTS_AT_ONCE = "points.jsonl", limits.METRICS_PER_TRANSACTION
 
 
 def left_out(folder: RunFolder) -> list[RunFolder]:
@@ -71,11 +73,8 @@ def write(folder: RunFolder, target: Path) -> None:
     for one in sizes:
         if is_written(one) or run_locks.is_recording(one):
             raise UserError(f"{one.path.name} runs, or its delivery does: wait for its end")
-        if one.identity.mlflow_run_id is not None:
-            raise UserError(
-                f"{one.path.name} was continued from another machine: a part of its metrics is in "
-                "MLflow alone, and a bundle would lack them"
-            )
+        if _was_elsewhere(one):
+            raise _part_is_missing(one)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with zipfile.ZipFile(temporary, "x", strict_timestamps=False) as archive:
@@ -116,6 +115,9 @@ def _write_what_mlflow_has(archive: zipfile.ZipFile, folder: RunFolder) -> None:
         return
     tracker = connect(folder.identity.tracking_uri)
     run = tracker.find_run(run_id)
+    if other_attempt(folder, run) is not None:
+        raise _part_is_missing(folder)
+    _write_points(archive, str(base / _POINTS), _in_mlflow_alone(tracker, folder, run))
     tags = {key: value for key, value in run.tags.items() if key not in _OWN_TAGS}
     models: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="rankzero-") as temporary:
@@ -133,7 +135,43 @@ def _write_what_mlflow_has(archive: zipfile.ZipFile, folder: RunFolder) -> None:
         download.require_plain_files(Path(temporary))
         for path in _files(Path(temporary)):
             _add(archive, path, base / path.relative_to(temporary).as_posix())
-    archive.writestr(str(base / "mlflow.json"), json.dumps({"tags": tags, "models": models}))
+    fields = {"tags": tags, "models": models, "params": dict(run.params)}
+    archive.writestr(str(base / "mlflow.json"), json.dumps(fields))
+
+
+def _was_elsewhere(folder: RunFolder) -> bool:
+    """Return whether another machine trained a part of the run, as far as this disk knows."""
+    curves = delivery_state.load(delivery_state.path_of(folder, 0)).curves
+    # The samples and attempts here are counted on from those of the other machine.
+    counted_on = curves.sample_offset > 0 or curves.attempt_offset > 0
+    return counted_on or folder.identity.mlflow_run_id is not None
+
+
+def _part_is_missing(folder: RunFolder) -> UserError:
+    return UserError(
+        f"{folder.path.name} was continued from another machine: a part of its metrics is in "
+        "MLflow alone, and a bundle would lack them"
+    )
+
+
+def _in_mlflow_alone(
+    tracker: MlflowRuns, folder: RunFolder, run: RunRecord
+) -> Iterator[MetricPoint]:
+    """Yield the points of metrics that other programs logged, or logged further than this run."""
+    delivered = dict[str, int]()
+    for node in delivery_state.nodes(folder):
+        delivered |= delivery_state.load(delivery_state.path_of(folder, node)).curves.marks
+    for key, step in run.marks.items():
+        if step > delivered.get(key, step - 1):
+            yield from tracker.history(run.run_id, key)
+
+
+def _write_points(archive: zipfile.ZipFile, name: str, points: Iterator[MetricPoint]) -> None:
+    info = zipfile.ZipInfo(name)
+    info.compress_type = zipfile.ZIP_DEFLATED
+    with archive.open(info, "w", force_zip64=True) as lines:
+        for key, value, milliseconds, step, _ in points:
+            lines.write(f"{json.dumps([key, value, milliseconds, step])}\n".encode())
 
 
 def read(
@@ -212,12 +250,12 @@ def _refuse_older(folder: RunFolder, tracking_uri: str) -> None:
     logged = (step for one in events if isinstance(one, StepsLogged) for step in one.steps)
     evaluated = (one.step for one in events if isinstance(one, Evaluated))
     here = max((scalars.step(step) or 0 for step in (*logged, *evaluated)), default=0)
+    if (run_id := lookup.mlflow_id(folder)) is not None:
+        own = connect(folder.identity.tracking_uri).find_run(run_id)
+        here = max(here, newest_step(own.marks))
     identity = dataclasses.replace(folder.identity, mlflow_run_id=None)
     known = connect(tracking_uri).find_open_run(identity)
-    # Their steps are numbers of samples and of attempts.
-    others = ("system/", f"{WHOLE_RUN}/")
-    marks = known.marks.items() if known is not None else ()
-    there = max((at for key, at in marks if not key.startswith(others)), default=0)
+    there = 0 if known is None else newest_step(known.marks)
     if there > here:
         raise UserError(
             f"{folder.path.name} was continued there, up to step {there:,}: a copy of this disk's "
@@ -318,6 +356,9 @@ def _deliver_what_mlflow_had(
         return
     tracker, known = connect(folder.identity.tracking_uri), _mlflow_fields(source)
     run = tracker.find_run(run_id)
+    new = {key: text for key, text in known["params"].items() if key not in run.params}
+    tracker.log_params(run_id, new)
+    _log_points(tracker, run_id, source / _POINTS)
     _deliver_artifacts(tracker, run_id, source / "artifacts", notice)
     there = [model for model in tracker.models.of_run(run) if model.status == "READY"]
     same = {(model.name, *_version(model.tags)) for model in there}
@@ -353,6 +394,26 @@ def _deliver_artifacts(
             notice(f"left out: the artifact {names.printable(name.as_posix())}: {reason}")
 
 
+def _log_points(tracker: MlflowRuns, run_id: str, file: Path) -> None:
+    """Log the points of a bundle. One of an earlier version has none."""
+    if not file.exists():
+        return
+    with file.open(encoding="utf-8") as lines:
+        while points := [_point(one) for one in itertools.islice(lines, _POINTS_AT_ONCE)]:
+            tracker.log_metrics(run_id, points)
+
+
+def _point(line: str) -> MetricPoint:
+    try:
+        key, raw_value, raw_time, raw_step = json.loads(line)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"the bundle's {_POINTS} is damaged: {error!r}") from error
+    value, at, step = scalars.number(raw_value), scalars.step(raw_time), scalars.step(raw_step)
+    if value is None or at is None or step is None:
+        raise UserError(f"the bundle's {_POINTS} is damaged: {line[:100]!r}")
+    return MetricPoint(limits.name(str(key)), value, at, step)
+
+
 def _best_step(tags: Mapping[str, str]) -> int:
     """Return the step of a best model, or -1 for another one."""
     step = tags.get("rankzero.step", "")
@@ -368,6 +429,8 @@ def _mlflow_fields(source: Path) -> dict[str, Any]:
     try:
         fields = json.loads((source / "mlflow.json").read_text(encoding="utf-8"))
         tags = {str(key): str(value) for key, value in fields["tags"].items()}
+        # A bundle of an earlier version has none.
+        params = {str(key): str(value) for key, value in fields.get("params", {}).items()}
         models = [
             {
                 "name": str(one["name"]),
@@ -379,7 +442,8 @@ def _mlflow_fields(source: Path) -> dict[str, Any]:
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"the bundle's {_MLFLOW}.json is damaged: {error!r}") from error
-    return {"tags": {key: tags[key] for key in tags.keys() - set(_OWN_TAGS)}, "models": models}
+    tags = {key: tags[key] for key in tags.keys() - set(_OWN_TAGS)}
+    return {"tags": tags, "models": models, "params": params}
 
 
 def _files(folder: Path) -> Iterator[Path]:
