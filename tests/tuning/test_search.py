@@ -8,10 +8,17 @@ from pathlib import Path
 import pytest
 
 from rankzero import Experiment
+from rankzero.catalog.lookup import last_end
 from rankzero.config import override
 from rankzero.errors import UserError
+from rankzero.run_store import run_locks
+from rankzero.run_store.folder import Identity, RunFolder
+from rankzero.tracking import delivery_status
+from rankzero.tuning import members, search
 from rankzero.tuning.agreement import SPACE
+from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.search import (
+    SearchSetup,
     has_changed,
     helper_name,
     how_many_devices,
@@ -19,6 +26,7 @@ from rankzero.tuning.search import (
 )
 from rankzero.tuning.space import make_space
 from rankzero.tuning.study import find_study, open_study
+from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.verdict.decide import Candidate
 from support.runs import make_folder
 
@@ -77,3 +85,49 @@ def test_a_new_study_does_not_begin_in_the_run_of_another(tmp_path: Path) -> Non
     study = open_study(storage, "s", sampler="tpe", pruner="none", seed=0)
     study.note(SPACE, {})
     refuse_other_storage(storage, folder)
+
+
+@pytest.mark.parametrize("same_folder", [False, True])
+def test_a_leader_that_lost_the_lead_ends_its_part_and_not_the_study(
+    tmp_path: Path, same_folder: bool
+) -> None:
+    storage = f"sqlite:///{tmp_path / 's.db'}"
+    study = open_study(storage, "s", sampler="tpe", pruner="none", seed=0)
+    assert members.lead(study)
+    folder = RunFolder(tmp_path / "runs" / "s")
+
+    def notify(_: str) -> None:
+        """Let another process lead, as when the database was away for a while."""
+        study.note(members.LEADER, "elsewhere 1 2")
+        if same_folder:
+            run_locks.claim(folder, 0)
+        members.require_lead(study)
+
+    described = ExperimentDescription("Experiment", (), {}, 0.5, 1, 9, True, ("fp32",), "cpu", "")
+    setup = SearchSetup(
+        Identity("s", "uuid", "tests", f"sqlite:///{tmp_path / 'mlflow.db'}"),
+        tmp_path,
+        make_space(Experiment(), 1, 0.5),
+        described,
+        SearchOptions(),
+        storage,
+        shared=True,
+        probes=False,
+        like=None,
+        use="",
+        again="",
+        offline=True,
+        tags={},
+        argv=[],
+        hosts=[],
+        notify=notify,
+    )
+    outcome = search._lead(setup, study, None)
+    assert "Another one leads it since, and decides." in outcome.text
+    delivery_status.wait_for_recorder(folder)
+    ended = last_end(folder)
+    if same_folder:
+        assert ended is None, "it ended the other one's attempt"
+    else:
+        assert ended is not None and (ended.status, ended.reason) == ("FINISHED", outcome.text)
+    study.members.close()

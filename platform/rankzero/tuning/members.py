@@ -22,6 +22,10 @@ LEADER, MEMBER = "leader", "beat "
 heartbeats there."""
 
 
+class LostLead(RunFailed):
+    """Another process leads a study that this one led."""
+
+
 class Members:
     """The members of a study, as one of them sees them."""
 
@@ -80,10 +84,10 @@ def lead(study: Study) -> bool:
 
 
 def require_lead(study: Study) -> None:
-    """Raise RunFailed if this process led the study and another one leads it now."""
+    """Raise LostLead if this process led the study and another one leads it now."""
     # A server that restarts, or a link that is cut, ends the locks of a process that lives on.
     if study.members.leads and leader(study) != study.members.own_name:
-        raise RunFailed(
+        raise LostLead(
             f"another process leads study {study.name} since this one lost the database for a "
             "while: it decides"
         )

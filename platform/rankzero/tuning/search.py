@@ -170,49 +170,67 @@ def _lead(
     setup: SearchSetup, study: Study, like: tuple[Trials, int | None, int | None] | None
 ) -> SearchOutcome:
     with _open_run(setup, _identity(setup, study)) as run:
-        began = time.monotonic()
-        probe = _probe(setup, study, run) if setup.probes else Probe()
-        measured, speed = probe.cells, speed_knobs.decided(probe.effects)
-        space = agree_on_space(study, setup.space, measured, setup.options, speed)
-        # The folder may hold an earlier attempt's identity, which stays.
-        own = run.folder.identity
-        uri = url_without_secrets(own.tracking_uri)
-        study.note(_PARENT, {"uuid": own.uuid, "tracking_uri": uri})
-        if setup.options.price is not None:
-            study.note(PRICE, setup.options.price)
-        # Stored once: a resumed search must not get other guesses from another probe map.
-        if FIRST not in study.facts:
-            _note_earlier(setup, space, study, like)
-            guesses = probe_map.guesses(space, measured) or next_trial.guesses(space)
-            study.note(FIRST, guesses)
-        setup.notify(f"space  {space}")
-        for warning in space.warnings():
-            run.log.notice(warning)
+        try:
+            return _decide(setup, study, like, run)
+        except members.LostLead:
+            # Its part ends as a helper's. The end of the study is the other process's.
+            text = (
+                f"Led {study.name} until this process lost the database for a while. Another one "
+                "leads it since, and decides."
+            )
+            run.finish(text, {})
+            is_leaderless = not study.members.has_leader() and members.leader(study) != ""
+            return SearchOutcome(text, run.folder, "", is_leaderless)
 
-        def notify(text: str) -> None:
-            setup.notify(text)
-            run.log_trials(study.known)
 
-        spent, launchers = time.monotonic() - began, _launchers(setup, run)
-        session = Session(study, space, launchers, setup.options, notify, already_seconds=spent)
-        verdict = session.run(*first_guesses(study))
-        setup = dataclasses.replace(setup, use=_use(setup, space, verdict))
-        confirmed, price = session.sound_confirmations(), study.facts.get(PRICE)
-        devices = device_result(
-            study.trials(), space, confirmed, price, verdict.winner.trial, measured
-        )
-        text = _report(setup, space, study, verdict, probe, devices, run)
-        run.finish(
-            text,
-            {
-                "gain": verdict.gain,
-                "gain_low": verdict.gain_low,
-                "gain_high": verdict.gain_high,
-                "search_seconds": study.facts[SECONDS],
-                "noise": verdict.noise if math.isfinite(verdict.noise) else None,
-            },
-        )
-        study.note(members.LEADER, "")
+def _decide(
+    setup: SearchSetup,
+    study: Study,
+    like: tuple[Trials, int | None, int | None] | None,
+    run: StudyRun,
+) -> SearchOutcome:
+    """Search as the leader. Raises LostLead."""
+    began = time.monotonic()
+    probe = _probe(setup, study, run) if setup.probes else Probe()
+    measured, speed = probe.cells, speed_knobs.decided(probe.effects)
+    space = agree_on_space(study, setup.space, measured, setup.options, speed)
+    # The folder may hold an earlier attempt's identity, which stays.
+    own = run.folder.identity
+    uri = url_without_secrets(own.tracking_uri)
+    study.note(_PARENT, {"uuid": own.uuid, "tracking_uri": uri})
+    if setup.options.price is not None:
+        study.note(PRICE, setup.options.price)
+    # Stored once: a resumed search must not get other guesses from another probe map.
+    if FIRST not in study.facts:
+        _note_earlier(setup, space, study, like)
+        guesses = probe_map.guesses(space, measured) or next_trial.guesses(space)
+        study.note(FIRST, guesses)
+    setup.notify(f"space  {space}")
+    for warning in space.warnings():
+        run.log.notice(warning)
+
+    def notify(text: str) -> None:
+        setup.notify(text)
+        run.log_trials(study.known)
+
+    spent, launchers = time.monotonic() - began, _launchers(setup, run)
+    session = Session(study, space, launchers, setup.options, notify, already_seconds=spent)
+    verdict = session.run(*first_guesses(study))
+    setup = dataclasses.replace(setup, use=_use(setup, space, verdict))
+    confirmed, price = session.sound_confirmations(), study.facts.get(PRICE)
+    devices = device_result(study.trials(), space, confirmed, price, verdict.winner.trial, measured)
+    text = _report(setup, space, study, verdict, probe, devices, run)
+    run.finish(
+        text,
+        {
+            "gain": verdict.gain,
+            "gain_low": verdict.gain_low,
+            "gain_high": verdict.gain_high,
+            "search_seconds": study.facts[SECONDS],
+            "noise": verdict.noise if math.isfinite(verdict.noise) else None,
+        },
+    )
+    study.note(members.LEADER, "")
     return SearchOutcome(text, run.folder, setup.use)
 
 

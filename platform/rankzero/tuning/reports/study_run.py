@@ -19,7 +19,7 @@ from rankzero.experiment import Experiment
 from rankzero.ranks import Ranks
 from rankzero.redaction.text import blotted, settings_without_secrets
 from rankzero.reporting import markdown
-from rankzero.run_store import provenance
+from rankzero.run_store import provenance, run_locks
 from rankzero.run_store.folder import Identity, write_atomically
 from rankzero.scalars import shown
 from rankzero.tracking.run_log import RunLog
@@ -72,6 +72,7 @@ class StudyRun:
         run only; `rankzero sync` delivers it. `again`: the command that continues it, if one does.
         """
         log = RunLog.open(runs, identity, Ranks(), gpu_uuids=(), offline=offline)
+        claim = run_locks.latest(log.folder, 0)
         recorded = provenance.record(log.folder.artifacts, argv, identity.experiment_file)
         run = cls(log, recorded | provenance.tags_of_user(tags))
         tags = {**recorded, **tags, "rankzero.study": log.folder.path.name}
@@ -88,7 +89,9 @@ class StudyRun:
             run._status, run._reason = "FAILED", f"{type(error).__name__}: {error}"
             raise
         finally:
-            log(RunEnded(time.time(), run._status, run._reason, None, run._summary))
+            # Another process may have begun an attempt in this folder, and the end is not its own.
+            if run_locks.latest(log.folder, 0) == claim:
+                log(RunEnded(time.time(), run._status, run._reason, None, run._summary))
             log.close(finished=run._status == "FINISHED")
 
     def log_trials(self, trials: Trials) -> None:
