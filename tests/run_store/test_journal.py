@@ -359,6 +359,29 @@ def test_an_atomic_write_leaves_one_file(tmp_path: Path) -> None:
     assert (tmp_path / "f").read_text() == "two" and len(list(tmp_path.iterdir())) == 1
 
 
+def test_writers_with_one_process_id_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """As pods do: the command is process 1 in each, and they share the folder."""
+    texts, path = [str(number) * 50_000 for number in range(4)], tmp_path / "f"
+
+    def write(text: str) -> bool:
+        for _ in range(20):
+            write_atomically(path, text)
+            if path.read_text() not in texts:
+                return False
+        return True
+
+    with ThreadPoolExecutor(len(texts)) as threads:
+        assert all(threads.map(write, texts))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_atomic_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
+    write_atomically(path := tmp_path / "f", "one")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, "\ud800")
+    assert path.read_text() == "one" and list(tmp_path.iterdir()) == [path]
+
+
 def test_a_notice_on_the_disk_that_is_full_is_in_the_journal_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

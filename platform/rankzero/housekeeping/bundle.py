@@ -11,6 +11,7 @@ import itertools
 import json
 import logging
 import os
+import secrets
 import shutil
 import stat
 import tempfile
@@ -75,7 +76,7 @@ def write(folder: RunFolder, target: Path) -> None:
             raise UserError(f"{one.path.name} runs, or its delivery does: wait for its end")
         if _was_elsewhere(one):
             raise _part_is_missing(one)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
         with zipfile.ZipFile(temporary, "x", strict_timestamps=False) as archive:
             named = [one.path.name for one in sizes]

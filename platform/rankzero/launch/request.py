@@ -56,7 +56,7 @@ def request_for(
 ) -> JobRequest:
     """Return the request to train `experiment` into `folder`; delete its old failure files."""
     for path in folder.failures.glob("rank_*.json"):
-        path.unlink()
+        path.unlink(missing_ok=True)  # another machine deletes them, too
     return JobRequest(
         experiment_file=folder.identity.experiment_file or "",
         config=config.to_yaml(experiment),

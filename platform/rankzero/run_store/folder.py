@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -247,15 +248,21 @@ def write_atomically(path: Path, text: str, private: bool = False) -> None:
 
     After the return, a power loss does not undo it. Only its owner may read a `private` one.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8", opener=symlinks.no_follow) as file:
-        if private:
-            os.fchmod(file.fileno(), 0o600)
-        file.write(text)
-        # Without it, a crash of the machine may leave an empty file under the final name.
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    # Its own for each writer. Pods that share the folder have equal process ids.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:
+            if private:
+                os.fchmod(file.fileno(), 0o600)
+            file.write(text)
+            # Without it, a crash of the machine may leave an empty file under the final name.
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
     disk.sync(path.parent)
 
 
