@@ -44,7 +44,7 @@ def parsed(
 def test_variables_of_kubeflow_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = parsed(KUBEFLOW, monkeypatch)
     second = {"is_host": "false"}
-    expected = Machines(2, 2, "127.0.0.1:29400", "rankzero", "127.0.0.1", second)
+    expected = Machines(2, 2, "127.0.0.1:29400", "rankzero", "127.0.0.1", second, number=1)
     assert options.machines_of(arguments) == expected
     assert (arguments.nproc, arguments.max_restarts) == (None, 0)
 
@@ -52,7 +52,7 @@ def test_variables_of_kubeflow_are_read(monkeypatch: pytest.MonkeyPatch) -> None
 def test_variables_of_torchrun_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = parsed(ELASTIC, monkeypatch)
     patience = {"last_call_timeout": "5", "read_timeout": "9"}
-    expected = Machines(1, 3, "localhost:7", "job", "127.0.0.1", patience)
+    expected = Machines(1, 3, "localhost:7", "job", "127.0.0.1", patience, number=0)
     assert options.machines_of(arguments) == expected
     assert (arguments.nproc, arguments.max_restarts) == (4, 5)
 
@@ -62,6 +62,23 @@ def test_options_win_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     found = options.machines_of(parsed(ELASTIC, monkeypatch, *words, "--rdzv-conf", ""))
     assert (found.most, found.endpoint, found.address) == (2, "localhost:8", "10.0.0.7")
     assert found.settings == {} and found.job == "job"
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "job"),
+    [
+        (None, "/home/ada/my.py:Wide", "my.py"),
+        (None, "my.py", "my.py"),
+        ("first", "my.py", "first"),
+        ("a/b", None, "a_b"),
+    ],
+)
+def test_a_job_is_named_after_what_its_machines_have_in_common(
+    name: str | None, file: str | None, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = parsed({}, monkeypatch, "--nnodes", "2", "--rdzv-endpoint", "localhost:8")
+    arguments.run_name, arguments.experiment = name, file
+    assert options.machines_of(arguments).job == job
 
 
 def test_a_slurm_step_is_one_run_unless_a_count_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
+from rankzero.errors import UserError
 from rankzero.experiment import Experiment
-from rankzero.launch.request import request_for
-from support.runs import make_folder
+from rankzero.launch.machines import Machines
+from rankzero.launch.request import make_folder as folder_for
+from rankzero.launch.request import request_for, takes_more
+from rankzero.run_store import run_locks
+from rankzero.run_store.attempt import sole_launcher
+from support.runs import append, ended, make_folder, started
 
 
 def test_machines_that_share_a_folder_may_delete_old_failures_at_the_same_time(
@@ -22,3 +31,26 @@ def test_machines_that_share_a_folder_may_delete_old_failures_at_the_same_time(
             made = [machines.submit(request_for, folder, Experiment(), {}) for _ in range(4)]
         assert all(one.result().runs == str(tmp_path / "runs") for one in made)
     assert not list(folder.failures.iterdir())
+
+
+def test_a_run_takes_one_more_machine_while_others_train_and_meet(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    run_locks.claim(folder, 0)
+    append(folder, started())
+    mine = dataclasses.replace(folder.identity, uuid="0" * 32)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        machines = Machines(1, 2, f"127.0.0.1:{server.getsockname()[1]}")
+        assert folder_for(tmp_path / "runs", mine, machines=machines) == folder
+        with pytest.raises(UserError, match="there is a run"):  # all machines have met already
+            folder_for(tmp_path / "runs", mine, machines=dataclasses.replace(machines, least=2))
+        # The machines of the attempt that has ended are about to meet again.
+        append(folder, ended())
+        assert not takes_more(folder, machines)
+        with sole_launcher(folder, 2):
+            assert takes_more(folder, machines)
+    # A writer lives, and no machine could meet it.
+    run_locks.claim(folder, 0)
+    append(folder, started(2))
+    assert not takes_more(folder, machines)
+    with pytest.raises(UserError, match="there is a run"):
+        folder_for(tmp_path / "runs", mine, machines=machines)

@@ -50,7 +50,7 @@ def run_agent(folder: Path, observer: Observer) -> bool:
     logs = DefaultLogsSpecs(log_dir=str(folder / "logs"))
     torch_compat.configure_environment()
     fork_server.ensure_running()
-    spec = agent._worker_spec(topology, fail_once, str(folder))
+    spec = agent._worker_spec(topology, fail_once, str(folder), agent._handler(topology))
     try:
         # It must see by itself that a worker has failed, and that others have returned.
         return not ObservedAgent(spec, logs, observer, monitor_seconds=600).run().is_failed()
@@ -73,7 +73,8 @@ def test_stopped_agent_restarts_nothing(tmp_path: Path) -> None:
 
 
 def test_agent_sets_and_reads_the_restarts_that_are_overridden(tmp_path: Path) -> None:
-    spec = agent._worker_spec(agent.Topology(1, max_restarts=3), fail_once, "")
+    topology = agent.Topology(1, max_restarts=3)
+    spec = agent._worker_spec(topology, fail_once, "", agent._handler(topology))
     logs = DefaultLogsSpecs(log_dir=str(tmp_path))
     assert LocalElasticAgent(spec, logs)._remaining_restarts == 3
     assert ObservedAgent(spec, logs, Observer())._remaining_restarts == 3
@@ -118,18 +119,18 @@ def test_environment_of_the_agent() -> None:
     assert environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
-def test_silent_connections_to_the_rendezvous_end() -> None:
+@pytest.mark.parametrize(("seconds", "milliseconds"), [(60.0, 60_000), (90.0, 90_000)])
+def test_silent_connections_to_the_rendezvous_end(seconds: float, milliseconds: int) -> None:
     port = free_port()
     machines = Machines(1, 2, f"localhost:{port}", "job", "127.0.0.1")
-    topology = agent.Topology(1, machines=machines, silence_seconds=60.0)
-    spec = agent._worker_spec(topology, fail_once, "")
+    handler = agent._handler(agent.Topology(1, machines=machines, silence_seconds=seconds))
     found = []
     for one in psutil.Process().net_connections("tcp"):
         if one.raddr and one.raddr.port == port:
             with socket.socket(fileno=os.dup(one.fd)) as connection:
                 found.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
-    spec.rdzv_handler.shutdown()
-    assert found and set(found) == {60_000}
+    handler.shutdown()
+    assert found and set(found) == {milliseconds}
 
 
 def test_pages_about_a_failed_rank_are_not_logged() -> None:

@@ -40,5 +40,5 @@ def test_machines_meet_although_their_own_names_are_loopback_addresses(
         assert (one[1], other[1]) == addresses
         assert one[0] == other[0] == endpoint
         # Each rank's worker has told the sum of both ranks, and rank 0's address.
-        (leader,) = [each for each in (one, other) if each[3] == [0]]
-        assert one[2] == other[2] == f"eth0 3 {leader[1]}"
+        assert (one[3], other[3]) == ([0], [1])
+        assert one[2] == other[2] == f"eth0 3 {addresses[0]}"

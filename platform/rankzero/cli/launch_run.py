@@ -121,7 +121,14 @@ def _launch(
     console = Console(folder, goal, plan.root, advise=advice, is_first=first, shows_progress=shows)
     with console:
         result = agent.run(
-            plan.topology, worker.main, request, folder.path / "logs", forwarder, console.joined
+            plan.topology,
+            worker.main,
+            request,
+            folder.path / "logs",
+            forwarder,
+            console.joined,
+            folder=folder,
+            notice=console.notice,
         )
     return console, result, lookup.attempt_started(folder, before)
 

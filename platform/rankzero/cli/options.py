@@ -29,6 +29,8 @@ from rankzero.run_store.spoken_names import new_name
 from rankzero.tracking.notification import is_webhook
 
 _TAG_KEY = re.compile(r"[\w./-]+")
+# In the name of a job, which begins the name of a folder of logs.
+_ODD, _JOB_LENGTH = re.compile(r"[^\w.-]"), 100
 
 
 def add_experiment(
@@ -113,7 +115,8 @@ def add_machines(parser: argparse.ArgumentParser) -> None:
     nodes = "machines; run the same command on each (default: 1, or those of a Slurm step)"
     add("--nnodes", type=_machines, metavar="N|MIN:MAX", help=nodes)
     add("--rdzv-endpoint", help="host:port of the first machine, the same on each")
-    add("--rdzv-id", help="the job's name, the same on each machine (default: rankzero)")
+    job = "the job's name, the same on each machine (default: the run's --name, or the file's)"
+    add("--rdzv-id", help=job)
     add("--rdzv-conf", metavar="KEY=VALUE,…", help="settings of torchrun's rendezvous")
     local = "this machine's address, for the others (default: by the route to --rdzv-endpoint)"
     add("--local-addr", help=local)
@@ -151,7 +154,15 @@ def machines_of(arguments: argparse.Namespace) -> Machines:
         return ALONE
     if not endpoint:
         raise UserError("--nnodes needs --rdzv-endpoint HOST:PORT, the first machine's, on each")
-    return machines.meet(Machines(least, most, **{"address": None, **given}), number)
+    default = {"address": None, "job": _job_of(arguments)}
+    return machines.meet(Machines(least, most, **{**default, **given}), number)
+
+
+def _job_of(arguments: argparse.Namespace) -> str:
+    """Return the name of a job that is given none: equal on all machines, another for others."""
+    name, file = getattr(arguments, "run_name", None), getattr(arguments, "experiment", None)
+    # The path of the file may be another one on each machine.
+    return _ODD.sub("_", name or Path(file or "rankzero").name.partition(":")[0])[:_JOB_LENGTH]
 
 
 def _of_torchrun(name: str) -> str | None:

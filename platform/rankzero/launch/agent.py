@@ -25,6 +25,8 @@ from rankzero.launch.signals import SignalForwarder
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
 
+    from rankzero.run_store.folder import RunFolder
+
 # The command needs these, too.
 _SHARED = ("torch", "numpy", "rankzero.launch.torch_compat", "rankzero.training.worker")
 # The first optimizer imports it, which takes about as long as PyTorch itself. It is a private name:
@@ -80,10 +82,15 @@ def run(
     logs: Path,
     forwarder: SignalForwarder,
     joined: Callable[[int], object] = lambda _: None,
+    *,
+    folder: RunFolder | None = None,
+    notice: Callable[[str], object] = lambda _: None,
 ) -> LaunchResult:
     """Run `entry(request)` in every process of this machine; return how they ended.
 
-    `joined` gets this machine's number among the others before each start of its workers.
+    `joined` gets this machine's number among the others before each start of its workers. The first
+    is the one that has the run: `folder` is where this machine keeps it. `notice` gets a line if
+    the others are as many machines as may train.
 
     SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 to this process ask the workers to stop, at the
     same step, and nothing is started again. A second signal ends them as an exception does; see
@@ -103,8 +110,9 @@ def run(
     alone, agent = topology.machines.alone, None
     store = rendezvous.private_folder() if alone else contextlib.nullcontext()
     try:
-        with store as folder, forwarder.to_workers() as workers:
-            spec = _worker_spec(topology, entry, request, folder)
+        with store as private, forwarder.to_workers() as workers:
+            handler = _handler(topology, folder, notice)
+            spec = _worker_spec(topology, entry, request, handler, private)
             try:
                 agent = torch_compat.ObservedAgent(spec, logs_specs, workers, joined)
                 result = agent.run()
@@ -119,11 +127,17 @@ def run(
     except json.JSONDecodeError:
         # The agent reads why a rank failed from a file, which is empty where the disk is full.
         return LaunchResult("FAILED", "a rank failed, and the disk was too full to write why")
-    return _result_of(result)
+    return _result_of(result, topology.machines)
 
 
-def _result_of(result: RunResult) -> LaunchResult:
+def _result_of(result: RunResult | None, machines: Machines) -> LaunchResult:
     """Return what the agent reports as a value that outlives it."""
+    if result is None:
+        return LaunchResult(
+            "FAILED",
+            f"{machines.most} other machines trained {machines.job} at {machines.endpoint}, and "
+            "did not need this one: another training needs its own --rdzv-id and port",
+        )
     if not result.is_failed():
         return LaunchResult(str(result.return_values[min(result.return_values)]))
     codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
@@ -142,11 +156,14 @@ def _result_of(result: RunResult) -> LaunchResult:
     )
 
 
-def _worker_spec(
-    topology: Topology, entry: Callable[[Any], str], request: Any, store: str | None = None
+def _handler(
+    topology: Topology,
+    folder: RunFolder | None = None,
+    notice: Callable[[str], object] = lambda _: None,
 ) -> Any:
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+    from rankzero.launch import meeting
 
     machines = topology.machines
     parameters = RendezvousParameters(
@@ -158,10 +175,24 @@ def _worker_spec(
         local_addr=machines.address,
         **machines.settings,
     )
-    make = rendezvous.handler_of_one_agent if machines.alone else registry.get_rendezvous_handler
-    handler = make(parameters)
-    if not machines.alone and topology.silence_seconds is not None:
+    if machines.alone:
+        return rendezvous.handler_of_one_agent(parameters)
+    handler = meeting.handler_of(parameters, machines, folder, notice)
+    if topology.silence_seconds is not None:
         rendezvous.limit_silence(machines.endpoint, topology.silence_seconds)
+    return handler
+
+
+def _worker_spec(
+    topology: Topology,
+    entry: Callable[[Any], str],
+    request: Any,
+    handler: Any,
+    store: str | None = None,
+) -> Any:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+    machines = topology.machines
     interface = None if machines.alone else machines.interface
     return WorkerSpec(
         role="rank",

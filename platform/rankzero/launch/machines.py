@@ -26,6 +26,7 @@ DEFAULT_PORT = 29400
 OF_TORCHRUN = "PET_"
 # A name of a service may take this long to appear, as in Kubernetes.
 _NAME_SECONDS = 60.0
+_ANSWER_SECONDS = 3.0
 # Addresses of documentation (RFC 5737, RFC 3849): only their route is asked for.
 _OUTSIDE = ("192.0.2.1", "2001:db8::1")
 _NODE_LIST = re.compile(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?")
@@ -58,6 +59,8 @@ class Machines:
     """This machine's address, for the others."""
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """torchrun's settings of the rendezvous."""
+    number: int | None = None
+    """This machine's among them, if it is known: 0 serves the rendezvous."""
 
     @property
     def alone(self) -> bool:
@@ -70,6 +73,16 @@ class Machines:
         host, _ = _divided(self.endpoint)
         host = f"[{host}]" if ":" in host else host
         return dataclasses.replace(self, job=job, endpoint=f"{host}:{_port_of(job)}")
+
+    def is_served(self) -> bool:
+        """Return whether something answers at the rendezvous now."""
+        place = _divided(self.endpoint)
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(place, timeout=_ANSWER_SECONDS),
+        ):
+            return True
+        return False
 
     @property
     def interface(self) -> str | None:
@@ -118,7 +131,11 @@ def meet(
     address = machines.address or source
     if not address or (_is_loopback(address) and not (_is_loopback(host) or machines.address)):
         address = _address_outwards(host)
-    return dataclasses.replace(machines, endpoint=endpoint, address=address, settings=settings)
+    if serves and number is None:
+        number = 0
+    return dataclasses.replace(
+        machines, endpoint=endpoint, address=address, settings=settings, number=number
+    )
 
 
 ALONE = Machines()

@@ -12,9 +12,11 @@ from rankzero import config
 from rankzero.catalog import command_lines, deleted, lookup
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
+from rankzero.launch.machines import ALONE, Machines
 from rankzero.redaction.assignments import BLOT
 from rankzero.redaction.text import blotted
 from rankzero.run_store import checkpoint_files, run_locks
+from rankzero.run_store.attempt import has_launcher, is_written
 from rankzero.run_store.folder import Identity, RunFolder, write_atomically
 
 Configured = TypeVar("Configured", bound=Experiment)
@@ -38,7 +40,7 @@ class JobRequest:
     failures: str
     """The folder for the failure files of ranks."""
     resumes: bool = False
-    """Whether rank 0 must find a checkpoint to continue from."""
+    """Whether rank 0 must find a checkpoint to continue from. All ranks use rank 0's."""
     offline: bool = False
     """Whether the run is only recorded, and delivered to MLflow later."""
     is_trial: bool = False
@@ -70,11 +72,12 @@ def request_for(
     )
 
 
-def make_folder(runs: Path, identity: Identity, *, machines: int = 1) -> RunFolder:
+def make_folder(runs: Path, identity: Identity, *, machines: Machines = ALONE) -> RunFolder:
     """Create the run folder.
 
-    With several machines on a shared disk, one creates it and the others use it. The run counts as
-    alive while this process lives, until ranks start. Raises UserError.
+    With several machines on a shared disk, one creates it and the others use it, also a machine
+    that joins later. The run counts as alive while this process lives, until ranks start. Raises
+    UserError.
     """
     try:
         folder = RunFolder.create(runs, identity)
@@ -84,13 +87,28 @@ def make_folder(runs: Path, identity: Identity, *, machines: int = 1) -> RunFold
     except FileExistsError:
         folder = RunFolder(runs / identity.name)
         created = (folder.path / "run.json").exists()
-        if machines > 1 and created and not folder.events.exists():
+        helps = not folder.events.exists() or takes_more(folder, machines)
+        if not machines.alone and created and helps:
             return folder
         raise UserError(_taken(folder)) from None
     except OSError as error:
         raise UserError(
             f"cannot write to {runs}: {error.strerror}; choose another folder with --dir"
         ) from error
+
+
+def takes_more(folder: RunFolder, machines: Machines) -> bool:
+    """Return whether other machines train the run of a shared disk now, and take one more.
+
+    Ask before this command is a launcher of the run itself.
+    """
+    # Until machines have met again after a join, the run has an end and no writer.
+    return (
+        machines.least < machines.most
+        and (is_written(folder) or has_launcher(folder))
+        # A writer that died on another machine counts as alive for minutes.
+        and machines.is_served()
+    )
 
 
 def _taken(folder: RunFolder) -> str:

@@ -6,6 +6,7 @@ when one of these names goes or changes its meaning:
     ObservedAgent           LocalElasticAgent._start_workers, _stop_workers, _monitor_workers,
                             _remaining_restarts, _pcontext; its _ret_vals and _pc
     poll_after_return       multiprocessing.synchronize.Event.wait, Event._flag._semlock._is_zero
+    is_spare                DynamicRendezvousHandler._this_node, _state_holder.state.redundancy_list
     configure_environment   TORCHELASTIC_SIGNALS_TO_HANDLE, TORCH_DISABLE_SHARE_RDZV_TCP_STORE
 
 Imports PyTorch, which takes a second: import it inside functions.
@@ -88,6 +89,11 @@ class ObservedAgent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._observer.stopping()
         super()._stop_workers(worker_group)
+
+
+def is_spare(handler: Any) -> bool:
+    """Return whether torchrun's rendezvous keeps this machine out: there are enough of them."""
+    return handler is not None and handler._this_node in handler._state_holder.state.redundancy_list
 
 
 def silence_loggers() -> None:

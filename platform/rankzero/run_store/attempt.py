@@ -126,6 +126,18 @@ def sole_launcher(folder: RunFolder, machines: int) -> Iterator[None]:
         os.close(descriptor)
 
 
+def has_launcher(folder: RunFolder) -> bool:
+    """Return whether a command launches this run. Not for a command that does so itself."""
+    try:
+        descriptor = open_lock(folder.path / "launcher.lock")
+    except OSError:
+        return False
+    try:
+        return not try_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def is_written(folder: RunFolder) -> bool:
     """Return whether the journal's writer lives and has not written the end.
 

@@ -251,7 +251,7 @@ def write_atomically(path: Path, text: str, private: bool = False) -> None:
     # Its own for each writer. Pods that share the folder have equal process ids.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8") as file:
             if private:
                 os.fchmod(file.fileno(), 0o600)
             file.write(text)

@@ -90,7 +90,8 @@ def attempt(
     A watchdog runs until `watched` is closed: leaving the process group may hang too.
     """
     # Rank 0's settings and identity count. Another machine's command may have been given others.
-    settings, identity = world.share([request.config, dataclasses.asdict(request.identity)])
+    mine = [request.config, dataclasses.asdict(request.identity), request.resumes]
+    settings, identity, resumes = world.share(mine)
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), settings)
     gpus = device.gpu_uuids(world.ranks, experiment.train.strategy)
     log = RunLog.open(
@@ -109,7 +110,7 @@ def attempt(
     with lifecycle.tracked(log, experiment, request.environment, world, totals) as run:
         job, state = build(experiment, world)
         device.forget_peak_memory(world)
-        restore.newest(log.folder.checkpoints, job, state, log.notice, required=request.resumes)
+        restore.newest(log.folder.checkpoints, job, state, log.notice, required=resumes)
         test_sets = final_test.load_sets(experiment, world)
         used = {"training": job.train_loader.dataset}
         used |= {sets.context(name): one.dataset for name, one in job.val_loaders.items()}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +11,6 @@ from rankzero import ConfigError, Experiment, Train
 from rankzero.cli.commands import resume
 from rankzero.launch.machines import Machines
 from rankzero.launch.request import with_changes
-from rankzero.run_store import checkpoint_files
 from rankzero.training.checkpoints import best_model
 from support.commands import TINY, Command, last_end, losses
 
@@ -141,10 +138,8 @@ def test_a_stop_at_no_target_is_refused_where_it_is_asked_for() -> None:
 
 @pytest.mark.parametrize(("machines", "nproc"), [(Machines(2, 2), 4), (Machines(1, 2), None)])
 def test_a_range_of_machines_keeps_the_default_number_of_processes(
-    machines: Machines, nproc: int | None, tmp_path: Path
+    machines: Machines, nproc: int | None
 ) -> None:
-    fields = {"step": 1, "metrics": {}, "best": False, "files": {}, "world_size": 8, "format": 1}
-    (tmp_path / checkpoint_files.MANIFEST).write_text(json.dumps(fields))
     arguments = argparse.Namespace(nproc=None)
-    resume._set_processes(tmp_path, arguments, machines)
+    resume._set_processes(8, arguments, machines)
     assert arguments.nproc == nproc

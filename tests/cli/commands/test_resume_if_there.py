@@ -14,6 +14,7 @@ import pytest
 from rankzero import config
 from rankzero.cli.commands import resume
 from rankzero.events import RunStarted
+from rankzero.launch.machines import ALONE
 from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 from rankzero.run_store import checkpoint_files, run_locks
 from rankzero.run_store.attempt import is_written
@@ -173,7 +174,7 @@ def test_it_waits_for_the_writer_of_another_machine_until_that_counts_as_dead(
         path.write_text(path.read_text().replace(socket.gethostname(), "failed-node"))
     lately = time.time() - run_locks.ABANDONED_SECONDS + 3
     os.utime(folder.path / "run.json", (lately, lately))
-    resume._await_other_machine(folder)
+    resume._await_other_machine(folder, ALONE)
     assert "waiting for the last attempt, on failed-node" in capsys.readouterr().out
     assert time.time() >= lately + run_locks.ABANDONED_SECONDS and not is_written(folder)
 

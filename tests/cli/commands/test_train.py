@@ -471,13 +471,14 @@ def test_two_nodes_train_as_one(rankzero: Command, tmp_path: Path) -> None:
     assert losses(first) == pytest.approx(losses(rankzero.runs[0]), rel=1e-5)
     assert sum("FINISHED" in output for output in outputs) == 1
 
-    held = first.path.parents[1]  # the other machine has neither settings nor checkpoints
+    held = first.path.parents[1]  # the other machine has no checkpoints
     resume = (
         *("resume", first.path.name, "train.steps=16", "--nproc", 1, "--nnodes", 2),
         *("--rdzv-endpoint", endpoint, "--offline"),
     )
     helped = next(tmp_path / name for name in ("node_0", "node_1") if tmp_path / name != held)
-    nodes = [rankzero.start(*resume, "--dir", folder) for folder in (held, helped)]
+    # The machine that is named first in the endpoint is now the one without the run.
+    nodes = [rankzero.start(*resume, "--dir", folder) for folder in (helped, held)]
     outputs = [node.communicate(timeout=90)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
     assert list(losses(first)) == list(range(1, 17))

@@ -17,7 +17,13 @@ from rankzero.events import CheckpointSaved
 from rankzero.experiment import Experiment, Train
 from rankzero.launch import agent
 from rankzero.launch.machines import Machines
-from rankzero.launch.request import restart_line, with_changes, with_saved, write_config
+from rankzero.launch.request import (
+    restart_line,
+    takes_more,
+    with_changes,
+    with_saved,
+    write_config,
+)
 from rankzero.lightning_module import ignored_hooks
 from rankzero.mlflow_store import uris
 from rankzero.redaction.text import line_without_secrets
@@ -66,7 +72,7 @@ def begun(arguments: argparse.Namespace, machines: Machines) -> RunFolder | None
     is_new = found and not (found.events.exists() or lookup.mlflow_id(found))
     if found is None or (is_new and not machines.alone):
         return None
-    _await_other_machine(found)
+    _await_other_machine(found, machines)
     return _moved(found, arguments.experiment)
 
 
@@ -82,20 +88,22 @@ def continue_run(
     begins again, with it.
     """
     name, offline = folder.path.name, arguments.offline
+    lives, checkpoint = takes_more(folder, machines), None
     with sole_launcher(folder, machines.most):
-        if is_written(folder):
+        if is_written(folder) and not lives:
             raise UserError(f"{name} is still training: stop it first, or wait until it has ended")
-        joins = not machines.alone and not folder.events.exists() and not lookup.mlflow_id(folder)
-        if joins:  # another machine, whose settings all ranks use in the end
-            changes = config.parse_assignments(arguments.settings)
-            experiment = with_changes(class_of(folder, arguments.dir)(), changes)
+        has_it = folder.events.exists() or lookup.mlflow_id(folder)
+        joins = lives or not (machines.alone or has_it)
+        if joins:
+            experiment = _of_helper(folder, arguments)
         else:
             # Without a checkpoint, the recorded settings may be what failed.
             again = given if _may_begin_again(folder) else None
             experiment = again or _experiment(folder, arguments)
             checkpoint = _newest_checkpoint(folder, offline, required=given is None)
             if checkpoint is not None:
-                _set_processes(checkpoint, arguments, machines)
+                before = checkpoint_files.read_manifest(checkpoint).world_size
+                _set_processes(before, arguments, machines)
                 if again:
                     experiment = _experiment(folder, arguments)
         topology = launch_run.topology_of(arguments, experiment.train, machines)
@@ -113,6 +121,7 @@ def continue_run(
             arguments.dir,
             tags=options.tags_of(arguments) if given else {},
             resumes=given is None or checkpoint is not None,
+            joined=lives,
             offline=offline,
         )
         return launch_run.run(plan)
@@ -160,13 +169,18 @@ def _of_server(arguments: argparse.Namespace) -> RunFolder | None:
     return download.run_folder(arguments.dir / "runs", uri, run.run_id)
 
 
-def _await_other_machine(folder: RunFolder) -> None:
-    """Wait while another machine may write the run, for as long as one counts as alive."""
+def _await_other_machine(folder: RunFolder, machines: Machines) -> None:
+    """Wait while another machine may write the run, for as long as one counts as alive.
+
+    A run that takes more machines is not waited for.
+    """
     last, until = run_locks.latest(folder, 0), time.monotonic() + run_locks.ABANDONED_SECONDS
     if last is None or run_locks.is_local(last) or not is_written(folder):
         return
+    if takes_more(folder, machines):
+        return
     print(f"waiting for the last attempt, on {last.host}: it has not written its end", flush=True)
-    while is_written(folder) and time.monotonic() < until:
+    while is_written(folder) and time.monotonic() < until and not takes_more(folder, machines):
         time.sleep(1.0)
 
 
@@ -189,6 +203,16 @@ def class_of(folder: RunFolder, store_folder: Path) -> type[Experiment]:
         return experiment_file.load(reference)
     except UserError as error:
         raise UserError(f"{error}; if the file has moved, pass --experiment FILE") from error
+
+
+def _of_helper(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
+    """Return the settings for a machine that helps another, whose settings all ranks use."""
+    changes = config.parse_assignments(arguments.settings)
+    experiment = class_of(folder, arguments.dir)()
+    # Earlier versions kept neither there.
+    if folder.config.exists():
+        experiment = with_saved(experiment, folder, changes)
+    return with_changes(experiment, changes)
 
 
 def _may_begin_again(folder: RunFolder) -> bool:
@@ -236,9 +260,7 @@ def _total_steps(saved: Train, changed: Train, facts: Facts) -> float:
     return math.inf
 
 
-def _set_processes(
-    checkpoint_path: Path, arguments: argparse.Namespace, machines: Machines
-) -> None:
+def _set_processes(before: int | None, arguments: argparse.Namespace, machines: Machines) -> None:
     """Set --nproc to the previous attempt's number of processes, unless the user or the GPUs do.
 
     Nor for MIN:MAX machines: nobody knows how many of them trained.
@@ -246,7 +268,6 @@ def _set_processes(
     from rankzero.training.distributed.device import gpu_count
 
     # The same number of processes sums gradients in the same order, so results stay identical.
-    before = checkpoint_files.read_manifest(checkpoint_path).world_size
     count = machines.most
     if arguments.nproc is not None or before is None or machines.least < count or before % count:
         return

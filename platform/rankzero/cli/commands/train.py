@@ -51,9 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
     refuse_new(type(experiment))
     topology = launch_run.topology_of(arguments, experiment.train, machines)
     identity = options.identity_for(arguments, options.run_name(arguments))
-    folder = make_folder(arguments.dir / "runs", identity, machines=topology.machines.most)
+    folder = make_folder(arguments.dir / "runs", identity, machines=machines)
     joined = folder.identity.uuid != identity.uuid
-    with sole_launcher(folder, topology.machines.most):
+    with sole_launcher(folder, machines.most):
         # The machine that created the folder writes the settings that all ranks use.
         if not (joined and folder.config.exists()):
             write_config(folder, experiment)
