@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -119,8 +120,11 @@ def test_environment_of_the_agent() -> None:
     assert environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
-@pytest.mark.parametrize(("seconds", "milliseconds"), [(60.0, 60_000), (90.0, 90_000)])
+@pytest.mark.parametrize(
+    ("seconds", "milliseconds"), [(60.0, 60_000), (math.inf, 2**31 - 1), (6e6, 2**31 - 1)]
+)
 def test_silent_connections_to_the_rendezvous_end(seconds: float, milliseconds: int) -> None:
+    """The kernel takes no more than a number of 31 bits. Settings do, such as "never"."""
     port = free_port()
     machines = Machines(1, 2, f"localhost:{port}", "job", "127.0.0.1")
     handler = agent._handler(agent.Topology(1, machines=machines, silence_seconds=seconds))

@@ -30,6 +30,8 @@ _STORE_FOLDER = "RANKZERO_STORE"
 PLACES = (None, "/dev/shm", "/var/tmp")  # noqa: S108 — the names in them are random
 # More than the addresses of a machine's ranks need.
 _STORE_BYTES = 64 << 10
+# The kernel takes no more: 25 days.
+_MOST_MILLISECONDS = 2**31 - 1
 
 
 def handler_of_one_agent(parameters: Any) -> Any:
@@ -55,9 +57,8 @@ def limit_silence(endpoint: str, seconds: float) -> None:
         if one.raddr and str(one.raddr.port) == port:
             # PyTorch owns the descriptor, and does not show it.
             with socket.socket(fileno=os.dup(one.fd)) as connection:
-                connection.setsockopt(
-                    socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds)
-                )
+                milliseconds = int(min(1000 * seconds, _MOST_MILLISECONDS))
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
 
 @contextlib.contextmanager
