@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 from collections.abc import Mapping
@@ -189,6 +190,15 @@ def with_changes(experiment: Configured, changes: Mapping[str, Any]) -> Configur
             "goal.target"
         )
     return changed
+
+
+def keep_for_helper(folder: RunFolder, experiment: Experiment, processes: int) -> None:
+    """Keep what `resume` needs on the own disk of a machine that helps. Ignores a full disk."""
+    if folder.events.exists():
+        return  # a shared disk
+    with contextlib.suppress(OSError):
+        write_config(folder, experiment)
+        write_atomically(folder.processes, str(processes))
 
 
 def write_config(folder: RunFolder, experiment: Experiment) -> None:

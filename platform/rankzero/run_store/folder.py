@@ -161,6 +161,11 @@ class RunFolder:
         return self.path / "config.yaml"
 
     @property
+    def processes(self) -> Path:
+        """A file with the number of ranks, on a machine that helps and keeps no checkpoints."""
+        return self.path / "processes.txt"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -17,7 +17,7 @@ from rankzero import config, experiment_file
 from rankzero import ranks as launcher
 from rankzero.experiment import Experiment
 from rankzero.launch import failures
-from rankzero.launch.request import OUT_OF_MEMORY, JobRequest
+from rankzero.launch.request import OUT_OF_MEMORY, JobRequest, keep_for_helper
 from rankzero.launch.signals import unblocks_itself
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import read_all
@@ -92,11 +92,15 @@ def attempt(
     # Rank 0's settings and identity count. Another machine's command may have been given others.
     mine = [request.config, dataclasses.asdict(request.identity), request.resumes]
     settings, identity, resumes = world.share(mine)
+    if world.ranks.node_rank > 0:  # the file may be elsewhere on this machine
+        identity["experiment_file"] = request.identity.experiment_file
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), settings)
     gpus = device.gpu_uuids(world.ranks, experiment.train.strategy)
     log = RunLog.open(
         Path(request.runs), Identity(**identity), world.ranks, gpus, offline=request.offline
     )
+    if world.ranks.local_rank == 0 and world.ranks.node_rank > 0 and not request.is_trial:
+        keep_for_helper(log.folder, experiment, world.size)
     watchdog = Watchdog(
         experiment.train.limits.hang_minutes,
         world.ranks.rank,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 
 import pytest
 
-from rankzero import ConfigError, Experiment, Train
+from rankzero import ConfigError, Experiment, Train, config, experiment_file
 from rankzero.cli.commands import resume
 from rankzero.launch.machines import Machines
-from rankzero.launch.request import with_changes
+from rankzero.launch.request import keep_for_helper, with_changes
 from rankzero.training.checkpoints import best_model
 from support.commands import TINY, Command, last_end, losses
+from support.runs import append, make_folder, started
 
 
 @pytest.mark.timeout(200)
@@ -143,3 +145,18 @@ def test_a_range_of_machines_keeps_the_default_number_of_processes(
     arguments = argparse.Namespace(nproc=None)
     resume._set_processes(8, arguments, machines)
     assert arguments.nproc == nproc
+
+
+def test_a_helping_machine_resumes_with_the_settings_and_the_processes_of_before(
+    tmp_path: Path,
+) -> None:
+    folder = make_folder(tmp_path, experiment_file=str(TINY))
+    trained = config.override(experiment_file.load(str(TINY))(), {"train.batch_size": 96})
+    keep_for_helper(folder, trained, 12)
+    arguments = argparse.Namespace(nproc=None, settings=["lr=0.5"], dir=tmp_path)
+    found = resume._of_helper(folder, arguments, Machines(2, 2))
+    assert (found.train.batch_size, config.flatten(found)["lr"]) == (96, 0.5)
+    assert arguments.nproc == 6
+    append(folder, started())
+    keep_for_helper(folder, trained, 3)  # a shared disk: rank 0's files stay
+    assert folder.processes.read_text() == "12"

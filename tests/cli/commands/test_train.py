@@ -477,6 +477,10 @@ def test_two_nodes_train_as_one(rankzero: Command, tmp_path: Path) -> None:
         *("--rdzv-endpoint", endpoint, "--offline"),
     )
     helped = next(tmp_path / name for name in ("node_0", "node_1") if tmp_path / name != held)
+    (part,) = [one for one in folders(helped / "runs") if one.path.name == first.path.name]
+    # Its own command was given another rate. A resume there needs rank 0's settings.
+    assert re.findall(r"^lr: .*", part.config.read_text(), re.MULTILINE) == [lr]
+    assert part.processes.read_text() == "2"
     # The machine that is named first in the endpoint is now the one without the run.
     nodes = [rankzero.start(*resume, "--dir", folder) for folder in (helped, held)]
     outputs = [node.communicate(timeout=90)[0] for node in nodes]

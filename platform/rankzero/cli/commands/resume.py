@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import os
@@ -95,7 +96,7 @@ def continue_run(
         has_it = folder.events.exists() or lookup.mlflow_id(folder)
         joins = lives or not (machines.alone or has_it)
         if joins:
-            experiment = _of_helper(folder, arguments)
+            experiment = _of_helper(folder, arguments, machines)
         else:
             # Without a checkpoint, the recorded settings may be what failed.
             again = given if _may_begin_again(folder) else None
@@ -205,13 +206,15 @@ def class_of(folder: RunFolder, store_folder: Path) -> type[Experiment]:
         raise UserError(f"{error}; if the file has moved, pass --experiment FILE") from error
 
 
-def _of_helper(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
+def _of_helper(folder: RunFolder, arguments: argparse.Namespace, machines: Machines) -> Experiment:
     """Return the settings for a machine that helps another, whose settings all ranks use."""
     changes = config.parse_assignments(arguments.settings)
     experiment = class_of(folder, arguments.dir)()
     # Earlier versions kept neither there.
     if folder.config.exists():
         experiment = with_saved(experiment, folder, changes)
+    with contextlib.suppress(OSError, ValueError):
+        _set_processes(int(folder.processes.read_text(encoding="utf-8")), arguments, machines)
     return with_changes(experiment, changes)
 
 
