@@ -11,7 +11,8 @@ import scipy.stats
 import torch
 
 from rankzero.errors import UserError
-from rankzero.events import Noticed
+from rankzero.events import Noticed, StepsLogged
+from rankzero.metric_names import STEP_SECONDS
 from rankzero.ranks import Ranks
 from rankzero.ratio import Ratio
 from rankzero.training.build import build
@@ -186,7 +187,7 @@ def test_a_suspended_window_is_no_speed_and_one_notice() -> None:
     job, state = build(tiny(train__log_every=2), world)
     job = dataclasses.replace(job, suspended=lambda: suspended)
     totals = RunTotals()
-    reporter, notices = Reporter(job, state, totals), list[str]()
+    reporter, notices, speeds = Reporter(job, state, totals), list[str](), list[float]()
     # An evaluation before a window may be suspended, too. A speed is of two steps here.
     for before, inside in [(0, 0)] * 6 + [(0, 60), (0, 0), (60, 0)] + [(0, 0)] * 3:
         now, suspended = now + before, suspended + before
@@ -196,10 +197,25 @@ def test_a_suspended_window_is_no_speed_and_one_notice() -> None:
         state.step += 1
         _, events = reporter.report(StopCode.NONE, actions_due=False)
         notices += [event.text for event in events if isinstance(event, Noticed)]
-    assert notices == ["the job stood still for 60 s or more: samples/s leaves it out"]
+        logged = [event.metrics for event in events if isinstance(event, StepsLogged)]
+        speeds += [one[STEP_SECONDS][0] for one in logged if STEP_SECONDS in one]
+    assert notices == ["the job stood still for 60 s or more: its times leave it out"]
     found = totals.summary()
     assert found["samples_per_second"] == 32 and found["samples_per_second_half_width"] == 0
-    assert found["train_seconds"] == 12 + 60
+    assert found["train_seconds"] == 12 and speeds == [1.0] * 6
+
+
+def test_all_ranks_leave_out_what_the_slowest_knows_of_its_suspension() -> None:
+    window = WindowStats({}, StopCode.NONE, 95.0, [94.0, 0.0], [], 2, suspended_seconds=90.0)
+    # It is known to ten seconds at most, so the window before bounds it.
+    found = window.without_suspension(1.5)
+    assert (found.seconds, found.data_waits) == (3.0, [3.0, 0.0])
+    assert window.without_suspension(math.inf).seconds == 5.0, "there is no window before"
+    late = dataclasses.replace(window, suspended_seconds=99.0)
+    assert late.without_suspension(1.5).seconds == 3.0, "a part of it was in no window"
+    assert late.without_suspension(math.inf).seconds == 95.0
+    one = reduce_window(ALONE, {"loss": [torch.tensor(1.0)]}, 0, 95.0, 0.0, suspended_seconds=90.0)
+    assert one.suspended_seconds == 90.0
 
 
 def window_of_two(forwards: list[float], data_waits: list[float]) -> WindowStats:

@@ -219,6 +219,28 @@ def test_a_cell_that_hangs_is_killed_and_the_next_one_measured(tmp_path: Path) -
     assert len({line.split("failed")[0] for line in lines}) == len(lines), "a cell was tried twice"
 
 
+class SuspendedHost(BrokenHost):
+    """While it is looked at first, the search itself stands still for more than a second."""
+
+    def __init__(self) -> None:
+        self.signals, self.looks = list[int](), 0
+
+    def has_ended(self, _: float) -> bool:
+        self.looks += 1
+        time.sleep(1.4 if self.looks == 1 else 0.0)
+        return self.looks > 2
+
+    def signal(self, number: int, _written: object) -> None:
+        self.signals.append(number)
+
+
+def test_the_time_in_which_the_search_stood_still_is_no_silence_of_a_cell(tmp_path: Path) -> None:
+    host = SuspendedHost()
+    with pytest.raises(RunFailed, match="no batch size could be measured on 1 device: see"):
+        probe_map.measure(SPACE, DESCRIBED, "", tmp_path, cast("Any", host), print, 1.2)
+    assert host.looks == 3 and host.signals == []
+
+
 def test_a_number_of_devices_without_a_measurement_is_named(tmp_path: Path) -> None:
     space, host = make_space(Experiment(), 4, 0.5), cast("Any", BrokenHost())
     with pytest.raises(RunFailed, match=r"no batch size could be measured on 4 devices: see "):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +13,12 @@ import torch
 from rankzero import config
 from rankzero.ranks import Ranks
 from rankzero.training import rng
+from rankzero.training.build import build
 from rankzero.training.data import sets
 from rankzero.training.distributed.world import World
 from rankzero.tuning.probe import worker
 from rankzero.tuning.probe.grid import Cell, ProbeResult
+from rankzero.tuning.probe.steady_state import FEWEST
 from support.paths import FIXTURES
 from support.training import tiny
 
@@ -44,3 +48,22 @@ def test_the_data_are_loaded_under_the_seed_of_the_run(monkeypatch: pytest.Monke
     worker._measure_all(request, World(Ranks(), torch.device("cpu")))
     rng.seed_all(7)
     assert seeds == [torch.initial_seed()]
+
+
+def test_a_window_in_which_the_job_was_suspended_is_measured_again() -> None:
+    took = itertools.chain([0.3] * 4, [60.3], itertools.repeat(0.3))
+    now, suspended, has_begun = 0.0, 0.0, False
+
+    def clock() -> float:
+        nonlocal now, suspended, has_begun
+        has_begun = not has_begun
+        if not has_begun:
+            seconds = next(took)
+            now, suspended = now + seconds, suspended + 60.0 * (seconds > 60)
+        return now
+
+    job, state = build(tiny(), World(Ranks(), torch.device("cpu"), clock))
+    job = dataclasses.replace(job, suspended=lambda: suspended)
+    batches = job.train_loader.train_batches(job.batch_order, 0, 0, 1000)
+    steady, _, _ = worker._steady_windows(job, state, batches, 4.0)
+    assert suspended == 60.0 and steady.windows == pytest.approx([0.3] * FEWEST)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping
 
@@ -45,8 +46,10 @@ class Reporter:
         # The first window is one step: nobody knows yet how long a step takes.
         self._interval = 1
         self._unreported_speed: WindowStats | None = None
-        # Seconds: of the process until this window, and of the windows since the last speed.
-        self._suspended_before = self._suspended = 0.0
+        # The suspended seconds of this process until this window.
+        self._suspended_before = 0.0
+        # Of the last window without a suspension.
+        self._step_seconds = math.inf
 
     def start_window(self) -> None:
         """Start the clock of the next window. An evaluation before it does not count."""
@@ -85,8 +88,10 @@ class Reporter:
         must not enter the speed of the steps before it.
         """
         job, state = self._job, self._state
-        window = self._reduced(stop_code)
-        self._suspended += job.suspended() - self._suspended_before
+        # All ranks know of any rank's suspension, so all choose the same next interval.
+        window = self._reduced(stop_code).without_suspension(self._step_seconds)
+        if not window.suspended_seconds:
+            self._step_seconds = window.step_seconds
         self._columns = {name: [] for name in self._columns}
         steps = range(state.step - window.steps + 1, state.step + 1)
         derived = derived_columns(job.experiment, window.values, window.quotients)
@@ -106,11 +111,10 @@ class Reporter:
         else:
             samples = job.batch_order.samples_of(state.step, speed.steps)
             rates = job.work_meter.rates(speed.tokens, speed.seconds)
-            if seconds := self._suspended:
-                text = f"the job stood still for {seconds:.0f} s or more: samples/s leaves it out"
+            if seconds := speed.suspended_seconds:
+                text = f"the job stood still for {seconds:.0f} s or more: its times leave it out"
                 events.append(Noticed(time.time(), text))
             self._totals.add(speed, samples, rates, was_suspended=seconds > 0)
-            self._suspended = 0.0
             events.append(self._speed_event(speed, samples, rates))
             self._unreported_speed, steps_left = None, log_every or LONGEST_WINDOW
         # A window is short even if `log_every` is large: the ranks learn of a request to stop only
@@ -138,6 +142,7 @@ class Reporter:
             job.forward_timer.read(),
             job.work_meter.read(),
             losses=losses or ("loss",),
+            suspended_seconds=job.suspended() - self._suspended_before,
         )
         if not losses:
             return window

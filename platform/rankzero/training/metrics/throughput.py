@@ -48,7 +48,7 @@ class RunTotals:
     ) -> None:
         """Add one window, or several as one, the samples of its steps, and its other rates.
 
-        `was_suspended`: its time says nothing of the speed.
+        `was_suspended`: its time is estimated, and says nothing of the speed.
         """
         # Sums, and no list of windows: a run may last for months.
         self.windows += not was_suspended

@@ -40,6 +40,8 @@ class WindowStats:
 
     is_finite: bool = True
     """Whether the last step's losses, or both parts of each `Ratio`, are finite numbers."""
+    suspended_seconds: float = 0.0
+    """For how long a rank as a whole stood still, at least."""
 
     @property
     def data_wait_seconds(self) -> float:
@@ -58,7 +60,20 @@ class WindowStats:
             data_waits=[a + b for a, b in zip(self.data_waits, later.data_waits, strict=True)],
             steps=self.steps + later.steps,
             tokens=self.tokens + later.tokens,
+            suspended_seconds=self.suspended_seconds + later.suspended_seconds,
         )
+
+    def without_suspension(self, step_seconds: float) -> WindowStats:
+        """Return the window with the times that it would have without a suspension.
+
+        `step_seconds`: of the window before, or infinite. They bound what nobody measured.
+        """
+        if not self.suspended_seconds:
+            return self
+        left = self.seconds - self.suspended_seconds
+        seconds = min(left if left > 0 else self.seconds, step_seconds * self.steps)
+        waits = [min(wait, seconds) for wait in self.data_waits]
+        return dataclasses.replace(self, seconds=seconds, data_waits=waits)
 
 
 def reduce_window(
@@ -71,6 +86,7 @@ def reduce_window(
     tokens: float = 0.0,
     *,
     losses: Collection[str] = ("loss",),
+    suspended_seconds: float = 0.0,
 ) -> WindowStats:
     """Return a window of steps over all ranks. Collective.
 
@@ -80,7 +96,7 @@ def reduce_window(
     """
     # One sum carries everything, so there is one collective and one wait for the device. Each rank
     # fills its row of a matrix of zeros with its own numbers.
-    mine = [stop_code, seconds, data_wait_seconds, forward_seconds, tokens]
+    mine = [stop_code, seconds, data_wait_seconds, forward_seconds, tokens, suspended_seconds]
     own = torch.zeros(world.size, len(mine), dtype=torch.float64)
     own[world.ranks.rank] = torch.tensor(mine, dtype=torch.float64)
     # Sorted, because ranks may return the same metrics in other orders.
@@ -96,12 +112,13 @@ def reduce_window(
     times = fused[len(values) :].tolist()
     return WindowStats(
         values={name: means(finished[name]).tolist() for name in columns},
-        stop_code=most_urgent(int(code) for code in times[::5]),
-        seconds=max(times[1::5]),
-        data_waits=times[2::5],
-        forwards=times[3::5],
+        stop_code=most_urgent(int(code) for code in times[::6]),
+        seconds=max(times[1::6]),
+        data_waits=times[2::6],
+        forwards=times[3::6],
         steps=len(stacked[0]),
-        tokens=sum(times[4::5]),
+        tokens=sum(times[4::6]),
+        suspended_seconds=max(times[5::6]),
         quotients={name: value for name, value in finished.items() if value.dim() > 1},
         # Once a weight is NaN, every later loss is. So an earlier loss alone shows nothing.
         is_finite=all(bool(summed[name][-1].isfinite().all()) for name in losses if name in summed),

@@ -35,6 +35,7 @@ from rankzero.tuning.space import BATCH_INDEX, PRECISION, Space, devices_text, s
 from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.follower import GIVE_UP_SECONDS
 from rankzero.tuning.trials.host import Host
+from rankzero.tuning.trials.silence import Silence
 
 _BELOW = 2  # the map starts at the user's batch size over this
 _POLL_SECONDS = 0.2
@@ -190,27 +191,26 @@ def _measure_once(
         path.unlink()
     logs = request.results.with_suffix(".logs")
     # Counted first: the processes may write a line at once.
-    shown, has_ended, last_sign = len(_lines(request.results)), False, time.monotonic()
+    shown, has_ended, was_killed = len(_lines(request.results)), False, False
     topology = Topology(request.subject.described.processes, silence_seconds=silence_seconds)
     folder = request.results.parent
     host.run(worker.main, topology, request, logs, folder)
-    give_up = math.inf
+    silence = Silence()
     while not has_ended:
         has_ended = host.has_ended(_POLL_SECONDS)
         lines = _lines(request.results)
+        is_alive = host.is_starting or len(lines) > shown
         for fields in lines[shown:]:
-            last_sign = time.monotonic()
             if "status" in fields:
                 notify(_line(grid.parse(fields)))
         shown = len(lines)
-        if host.is_starting:
-            last_sign = time.monotonic()
-        if not has_ended and time.monotonic() > give_up:
+        silent = silence.look(is_alive=is_alive and not was_killed)
+        if not has_ended and was_killed and silent > GIVE_UP_SECONDS:
             host.close()
             break
-        if not has_ended and time.monotonic() - last_sign > silence_seconds:
-            # Infinite, so that it is killed once.
-            last_sign, give_up = math.inf, time.monotonic() + GIVE_UP_SECONDS
+        if not has_ended and not was_killed and silent > silence_seconds:
+            was_killed = True
+            silence.look(is_alive=True)
             reason = f"no result for {silence_seconds:.0f} s (--silence-seconds)"
             failure = Failure(time.time(), -1, reason, "", FailureKind.HANG)
             failures.write(failure, request.failures)

@@ -31,6 +31,8 @@ _PART_OF_A_RUN, _SHORTEST_SECONDS, _MOST_SECONDS = 0.02, 0.5, 4.0
 _WINDOWS = 10  # in the most seconds that a cell is measured
 _LOCAL_WINDOWS = 4  # without communication, to measure what it costs
 _ENDLESS = 1_000_000_000  # steps
+_WATCH_MINUTES = 20 / 60  # of a watchdog: it checks every second, so it notices stops of two
+_MOST_SUSPENSIONS = 5  # windows of a cell that are left out because the job was suspended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +167,7 @@ def _measure(
 
     from rankzero.training.build import build
     from rankzero.training.distributed import device
+    from rankzero.training.distributed.watchdog import Watchdog
 
     began = time.perf_counter()
     device.forget_peak_memory(world)
@@ -174,7 +177,11 @@ def _measure(
     state.model.train()
     _window(job, state, batches, 1)
     setup_seconds = _slowest(world, time.perf_counter() - began)
-    steady, steps, waits = _steady_windows(job, state, batches, most_seconds)
+    # Nothing beats here, so it ends nothing.
+    watchdog = Watchdog(_WATCH_MINUTES, world.ranks.rank, (), setup_seconds=math.inf)
+    with watchdog.watching():
+        watched = dataclasses.replace(job, suspended=watchdog.suspended_seconds)
+        steady, steps, waits = _steady_windows(watched, state, batches, most_seconds)
     seconds = steady.mean / steps
     local = _local_seconds(job, state, batches, steps) if world.is_distributed else None
     # An allocator that freed its cache was slow because the memory was full.
@@ -202,8 +209,13 @@ def _steady_windows(
 ) -> tuple[SteadyState, int, float]:
     """Return the steady windows, the steps in each, and a step's mean seconds waiting for data."""
     steady, steps, waits = SteadyState(most_seconds), 1, [0.0]
+    suspensions = 0
     while not steady.enough:
-        seconds, waited = _window(job, state, batches, steps)
+        seconds, waited, suspended = _window(job, state, batches, steps)
+        # A process that often holds Python's lock for seconds looks as if it were suspended.
+        if suspended and suspensions < _MOST_SUSPENSIONS:
+            suspensions += 1
+            continue
         # Longer windows first: one must outlast the noise of a single step.
         if not steady.warm and seconds < most_seconds / _WINDOWS / 2:
             steps *= 2
@@ -232,15 +244,20 @@ def _local_seconds(
 
 def _window(
     job: TrainingContext, state: State, batches: Iterator[Any], steps: int
-) -> tuple[float, float]:
-    """Take some steps; return the slowest rank's seconds, and its wait for data. Collective."""
+) -> tuple[float, float, float]:
+    """Take some steps; return the slowest rank's seconds, and its wait for data. Collective.
+
+    The third number: for how long a rank was suspended meanwhile, at least.
+    """
     import torch
 
     from rankzero.training.step import timed_steps
 
-    mine = torch.tensor(timed_steps(job, state, batches, steps), dtype=torch.float64)
-    seconds, data_wait = job.world.gather(mine).amax(dim=0).tolist()
-    return seconds, data_wait
+    before = job.suspended()
+    taken = timed_steps(job, state, batches, steps)
+    mine = torch.tensor([*taken, job.suspended() - before], dtype=torch.float64)
+    seconds, data_wait, suspended = job.world.gather(mine).amax(dim=0).tolist()
+    return seconds, data_wait, suspended
 
 
 def _slowest(world: World, seconds: float) -> float:

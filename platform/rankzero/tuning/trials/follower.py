@@ -31,6 +31,7 @@ from rankzero.tuning.learning_curve import LearningCurve
 from rankzero.tuning.objective import MEMORY, QUALITY, Objective
 from rankzero.tuning.trial import VALUES, State
 from rankzero.tuning.trials.launcher import LaunchedTrial, TrainLauncher
+from rankzero.tuning.trials.silence import Silence
 
 _TICK_SECONDS = 0.05
 GIVE_UP_SECONDS = 60.0  # from the kill of a silent trial, or cell, to the end of its host
@@ -92,8 +93,13 @@ class TrialPool:
     `silence_seconds`: a trial is killed if its journal stays silent for so long.
     """
 
-    def __init__(self, launchers: Sequence[TrainLauncher], silence_seconds: float = 300.0) -> None:
-        self._free, self._silence_seconds = list(launchers), silence_seconds
+    def __init__(
+        self,
+        launchers: Sequence[TrainLauncher],
+        silence_seconds: float = 300.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._free, self._silence_seconds, self._clock = list(launchers), silence_seconds, clock
         self._busy: list[_Trial] = []
 
     def run(self, next_job: Callable[[], TrialJob | None]) -> None:
@@ -147,7 +153,8 @@ class TrialPool:
         except BaseException:
             job.ended(None)
             raise
-        self._busy.append(_Trial(launcher, job, run, _follow(run, job, self._silence_seconds)))
+        looks = _follow(run, job, self._silence_seconds, Silence(self._clock))
+        self._busy.append(_Trial(launcher, job, run, looks))
         self._free.pop(0)
 
     def _end(self, trial: _Trial, result: TrialResult | None) -> None:
@@ -167,31 +174,30 @@ def run_alone(launcher: TrainLauncher, experiment: Experiment, name: str) -> Tri
 
 
 def _follow(
-    run: LaunchedTrial, job: TrialJob, silence_seconds: float
+    run: LaunchedTrial, job: TrialJob, silence_seconds: float, silence: Silence
 ) -> Iterator[TrialResult | None]:
     """Read a trial's journal to its end; yield None after each look at it, then the result.
 
     Prunes the trial if it cannot win, and kills it after a silence.
     """
     curve = LearningCurve(job.objective.goal, batch_size=job.experiment.train.batch_size)
-    stop_reason, last_sign, killed = "", time.monotonic(), math.inf
+    stop_reason, was_killed = "", False
     for events in _events(run):
         for event in events:
             curve(event)
         if run.has_ended:
             continue
         # The recorder samples the machine also while the ranks hang: that is no sign of life.
-        if run.is_starting or not all(isinstance(event, SystemSampled) for event in events):
-            last_sign = time.monotonic()
+        is_alive = run.is_starting or not all(isinstance(event, SystemSampled) for event in events)
+        silent = silence.look(is_alive=is_alive and not was_killed)
         if events and not stop_reason:
             if stop_reason := job.why_prune(curve):
                 run.prune(stop_reason)
-        elif not events and time.monotonic() - last_sign > silence_seconds:
-            # Infinite, so that it is killed once.
-            stop_reason, last_sign = f"no sign of life for {silence_seconds:.0f} s", math.inf
+        elif not events and not was_killed and silent > silence_seconds:
+            stop_reason, was_killed = f"no sign of life for {silence_seconds:.0f} s", True
             run.kill(stop_reason)
-            killed = time.monotonic()
-        elif time.monotonic() - killed > GIVE_UP_SECONDS:
+            silence.look(is_alive=True)  # from now on it counts the time to its end
+        elif was_killed and silent > GIVE_UP_SECONDS:
             # Its machine may be frozen, or cut off.
             run.give_up()
         yield None
