@@ -274,6 +274,15 @@ def test_a_machine_without_a_counter_of_energy_is_named(search: Searcher) -> Non
         search(objective="energy")
 
 
+def test_a_trial_whose_energy_was_not_measured_does_not_end_the_search(search: Searcher) -> None:
+    launcher = FakeLauncher(watts=lambda one: 0.0 if one.train.batch_size == 64 else 100.0)
+    found, study, _, _ = search(launcher, objective="energy", trials=5)
+    missed = [one for one in study.trials() if one.facts["batch_size"] == 64]
+    assert missed and {one.state for one in missed} == {"FAIL"}
+    assert "found no counter" in missed[0].facts["reason"]
+    assert found.winner.batch_size != 64
+
+
 @pytest.mark.parametrize(
     ("fate", "state", "constraints"),
     [

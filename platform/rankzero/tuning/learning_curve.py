@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged, SystemSampled
 from rankzero.experiment import Goal
-from rankzero.metric_names import STEP_SECONDS
+from rankzero.metric_names import STEP_SECONDS, TOKENS
 
 
 class CurvePoint(NamedTuple):
@@ -31,6 +31,8 @@ class LearningCurve:
     points: list[CurvePoint] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
     """Training time up to the last report."""
+    tokens: float | None = None
+    """All tokens up to then. None: the experiment counts none."""
     step: int = 0
     total_steps: int | None = None
     ended: RunEnded | None = None
@@ -50,9 +52,11 @@ class LearningCurve:
                 if self.joules_before is None:
                     self.joules_before = self.joules or 0.0
                 if STEP_SECONDS in metrics:
-                    # The reported seconds are means over the steps since the last report.
-                    self.seconds += metrics[STEP_SECONDS][-1] * (steps[-1] - self.step)
-                    self.step = steps[-1]
+                    # What is reported are means over the steps since the last report.
+                    seconds = metrics[STEP_SECONDS][-1] * (steps[-1] - self.step)
+                    self.seconds, self.step = self.seconds + seconds, steps[-1]
+                    if TOKENS in metrics:
+                        self.tokens = (self.tokens or 0.0) + metrics[TOKENS][-1] * seconds
             case Evaluated(step=step, metrics=metrics) if self.goal.metric in metrics:
                 self.points.append(CurvePoint(step, self.seconds, metrics[self.goal.metric]))
             case SystemSampled(metrics=metrics):
@@ -80,6 +84,22 @@ class LearningCurve:
     def mean_speed(self) -> float:
         """Return the samples/s of all steps. The run's summary leaves out the first ones."""
         return self.step * self.batch_size / max(self.seconds, 1e-9)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Return the speed that the run's summary has, else the mean of all steps.
+
+        None: the experiment counts no tokens.
+        """
+        # A short trial ends before its speed is steady, and has none in its summary.
+        steady = None if self.ended is None else self.ended.metrics.get("tokens_per_second")
+        mean = None if self.tokens is None else self.tokens / max(self.seconds, 1e-9)
+        return steady or mean
+
+    @property
+    def is_finished(self) -> bool:
+        """Return whether the trial was trained to its end."""
+        return self.ended is not None and self.ended.status == "FINISHED"
 
     @property
     def joules(self) -> float | None:

@@ -63,7 +63,7 @@ class Objective:
             # A short trial ends before its speed is steady, and has none in its summary.
             return -(curve.samples_per_second or curve.mean_speed)
         if self.name == "tokens":
-            speed = curve.ended.metrics.get("tokens_per_second") if curve.ended else None
+            speed = curve.tokens_per_second
             if speed is None:
                 raise UserError(
                     "--objective tokens needs an experiment that counts them: write "

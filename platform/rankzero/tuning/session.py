@@ -175,7 +175,7 @@ class Session:
                 if result.state == "PRUNED" and reference.goal.target is not None:
                     is_quality = objective.name == "quality"
                     self._study.note(TARGET, None if is_quality else reference.goal.target)
-                if result.state == "COMPLETE":
+                if result.curve.is_finished:
                     target = target_quality(objective, result.curve, self._options.tolerance)
                     self._study.note(TARGET, target)
                     result = follower.complete(result.curve, self._objective)

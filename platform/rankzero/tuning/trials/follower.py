@@ -24,6 +24,7 @@ from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 from rankzero.config import flatten, override
+from rankzero.errors import UserError
 from rankzero.events import Event, RunEnded, SystemSampled
 from rankzero.experiment import Experiment
 from rankzero.launch.failures import FailureKind
@@ -221,8 +222,12 @@ def _result(
 ) -> TrialResult:
     """Return how a trial ended. `stop_reason`: why the search stopped it, or an empty text."""
     ended = curve.ended or RunEnded(0.0, "FAILED", "its processes wrote no end", None, {})
-    if ended.status == "FINISHED":
-        return complete(curve, objective)
+    if curve.is_finished:
+        try:
+            return complete(curve, objective)
+        except UserError as error:
+            # Its recorder may have died. Without a value, it is not compared with others.
+            return TrialResult("FAIL", curve, str(error), {}, None)
     if ended.status == "KILLED" and stop_reason:
         gaps = {QUALITY: objective.gap(curve), MEMORY: 0.0}
         return TrialResult("PRUNED", curve, stop_reason, gaps, None)
@@ -236,7 +241,7 @@ def _result(
 
 
 def complete(curve: LearningCurve, objective: Objective) -> TrialResult:
-    """Return the result of a trial that was trained to its end."""
+    """Return the result of a trial that was trained to its end. Raises as `Objective.value`."""
     reason = curve.ended.reason if curve.ended else ""
     constraints = {QUALITY: objective.gap(curve), MEMORY: 0.0}
     return TrialResult("COMPLETE", curve, reason, constraints, objective.value(curve))
