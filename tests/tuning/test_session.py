@@ -701,25 +701,36 @@ def test_samplers_and_pruners(search: Searcher, sampler: str, pruner: str) -> No
     assert len(study.trials()) == 8
 
 
-def test_a_grid_covers_what_was_asked_for_and_names_what_it_does_not(tmp_path: Path) -> None:
-    class Asked(Mine):
-        width: int = 16
-        clip: float | None = None
-        search = {"width": Choice(16, 32, 64), "clip": Choice(None, 0.5)}
+class Asked(Mine):
+    """A configuration with a grid of six cells."""
 
+    width: int = 16
+    clip: float | None = None
+    search = {"width": Choice(16, 32, 64), "clip": Choice(None, 0.5)}
+
+
+def search_a_grid(folder: Path, launcher: FakeLauncher, trials: int, parallel: int = 1) -> Study:
     space = asked_for(make_space(Asked(), 1, 0.5, ("fp32", "bf16"), samples=1000))
-    storage = f"sqlite:///{tmp_path / 's.db'}"
+    storage = f"sqlite:///{folder / 's.db'}"
     study = open_study(storage, "s", sampler="grid", pruner="none", seed=0)
     study.draw_from(space.parameters())
+    options = SearchOptions(trials=trials, sampler="grid")
+    Session(study, space, [launcher] * parallel, options, lambda _: None).run(guesses(space))
+    study.members.close()
+    return study
+
+
+def test_a_cell_that_is_lost_last_is_tried_again(tmp_path: Path) -> None:
+    # The other launcher draws known cells until its end.
+    launcher = FakeLauncher(by_trial({5: "lost"}))
+    study = search_a_grid(tmp_path, launcher, trials=100, parallel=2)
+    assert len(study.abandoned) == 1 and study.untried_cells() == []
+
+
+def test_a_grid_covers_what_was_asked_for_and_names_what_it_does_not(tmp_path: Path) -> None:
     launcher = FakeLauncher()
-
-    def searched(trials: int) -> None:
-        options = SearchOptions(trials=trials, sampler="grid")
-        Session(study, space, [launcher], options, lambda _: None).run(guesses(space))
-
-    searched(4)
-    assert len(study.untried_cells()) == 2
-    searched(6)
+    assert len(search_a_grid(tmp_path, launcher, trials=4).untried_cells()) == 2
+    study = search_a_grid(tmp_path, launcher, trials=6)
     assert study.untried_cells() == []
     tried = [(one["width"], one["clip"]) for one in (t.parameters for t in study.trials())]
     assert len(set(tried)) == 6

@@ -69,6 +69,8 @@ class Session:
         self._guesses: Sequence[Mapping[str, Any]] = ()
         self._earlier: Sequence[Mapping[str, Any]] = ()
         self._repeats, self._losses = 0, Counter[str]()
+        self._abandoned = 0
+        """How many trials were known to be abandoned at the last look."""
         self._helps = False
         self._earlier_seeds = {run["seed"] for run in self._confirmations()}
         self._checks = deque[TrialJob]()
@@ -226,9 +228,12 @@ class Session:
         )
 
     def _allows_a_trial(self) -> bool:
-        if self._is_too_late():
+        if self._is_too_late() or not self._budget.allows_a_trial():
             return False
-        return self._repeats < _MOST_REPEATS and self._budget.allows_a_trial()
+        # A trial that was abandoned since is tried again, also if all others are known.
+        if (abandoned := len(self._study.known.abandoned)) != self._abandoned:
+            self._abandoned, self._repeats = abandoned, 0
+        return self._repeats < _MOST_REPEATS
 
     def _is_too_late(self) -> bool:
         """Return whether this process helps a leader that has ended the trials."""
