@@ -8,8 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from sqlalchemy import create_engine, text
 
 from rankzero.errors import UserError
 from rankzero.search_ranges import LogUniform
@@ -17,6 +20,7 @@ from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.session import Session
 from rankzero.tuning.space import make_space
 from rankzero.tuning.study import Study, find_study, open_study
+from rankzero.tuning.study_store import connect_again
 from support.company import Mine
 from support.fake_launcher import FakeLauncher
 
@@ -45,6 +49,35 @@ def test_search_in_a_journal_is_the_one_in_a_database(tmp_path: Path) -> None:
         trials = find_study(url, "s").trials()
         told.append([(one.number, one.state, one.parameters, one.value) for one in trials])
     assert told[0] == told[1] and len(told[0]) >= 8
+
+
+def test_a_study_outlives_the_end_of_its_connections(postgres: str) -> None:
+    study = open_study(postgres, "cut", sampler="tpe", pruner="asha", seed=0)
+    study.note("fact", 1)
+    with create_engine(postgres).connect() as store:
+        others = "FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
+        store.execute(text(f"SELECT pg_terminate_backend(pid) {others}"))
+    assert study.facts["fact"] == 1 and not study.trials()
+    study.note("fact", 2)
+    assert study.facts["fact"] == 2
+    study.members.close()
+
+
+def test_a_server_that_restarts_is_asked_again() -> None:
+    refusals: list[Exception] = [ConnectionRefusedError("starting up")]
+
+    def connect(*arguments: str, **settings: int) -> tuple[object, ...]:
+        if refusals:
+            raise refusals.pop()
+        return *arguments, settings
+
+    dialect: Any = SimpleNamespace(
+        connect=connect, loaded_dbapi=SimpleNamespace(OperationalError=ConnectionRefusedError)
+    )
+    assert connect_again(dialect, None, ["host"], {"port": 1}) == ("host", {"port": 1})
+    refusals.append(ValueError("no port"))
+    with pytest.raises(ValueError, match="no port"):
+        connect_again(dialect, None, [], {})
 
 
 @pytest.mark.parametrize("tail", [b'{"op_code":2,"worker', b'{"o', b"\0" * 30])

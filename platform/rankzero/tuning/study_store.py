@@ -12,12 +12,16 @@ import logging
 import mmap
 import os
 import struct
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import optuna
 from optuna.storages.journal import JournalFileBackend
+from sqlalchemy import Dialect, event
+from sqlalchemy.engine import make_url
 from sqlalchemy.orm import scoped_session, sessionmaker
 
 from rankzero.errors import UserError
@@ -27,6 +31,9 @@ from rankzero.tuning.store_locks import FLOCK, journal_of
 
 _FIRST_OF_A_LINE = b'{"op_code":'
 _LENGTH = len(_FIRST_OF_A_LINE)
+_RESTART_SECONDS, _PAUSE_SECONDS = 60.0, 0.5  # for a server to restart; between two tries
+_OF_LIBPQ = ("psycopg2", "psycopg")
+_KEEPALIVES = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4}
 
 
 @contextlib.contextmanager
@@ -60,9 +67,30 @@ def _store(url: str) -> optuna.storages.BaseStorage:
         # Optuna has no public name for the type of a lock.
         backend = JournalFileBackend(path, _AppendLock(path))  # type: ignore[arg-type]
         return optuna.storages.JournalStorage(backend)
-    # Seconds that a process waits for another one's write.
-    timeout = {"connect_args": {"timeout": 30}} if url.startswith("sqlite") else {}
-    return optuna.storages.RDBStorage(url, engine_kwargs=timeout)
+    if url.startswith("sqlite"):
+        # Seconds that a process waits for another one's write.
+        return optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": {"timeout": 30}})
+    settings = _KEEPALIVES if make_url(url).get_driver_name() in _OF_LIBPQ else {}
+    # A long trial asks nothing, and a firewall or a restart of the server ends idle connections.
+    given = {"pool_pre_ping": True, "connect_args": settings}
+    found = optuna.storages.RDBStorage(url, engine_kwargs=given)
+    # Only now: a server that was never reached is an error at once.
+    event.listen(found.engine, "do_connect", connect_again)
+    return found
+
+
+def connect_again(
+    dialect: Dialect, _record: object, arguments: Sequence[Any], settings: Mapping[str, Any]
+) -> Any:
+    """Connect as SQLAlchemy does, and for a minute as long as the server lets nobody in."""
+    until = time.monotonic() + _RESTART_SECONDS
+    while True:
+        try:
+            return dialect.connect(*arguments, **settings)
+        except dialect.loaded_dbapi.OperationalError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(_PAUSE_SECONDS)
 
 
 @contextlib.contextmanager
