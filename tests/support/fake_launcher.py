@@ -114,6 +114,8 @@ class FakeRunning:
         self._starts = time.monotonic() + (0.2 if fate == "queued" else 0.0)
         self.closed = False
         self.began = self.ended = launcher.tick()
+        # Looks that find no event, as in a long evaluation.
+        self._beats = 20 if fate == "evaluates" else 0
         self._journal = self._tell()
         self._over = False
 
@@ -126,9 +128,16 @@ class FakeRunning:
             # The first look finds nothing.
             self.fate = ""
             return []
+        if self._beats:
+            return []
         found = next(self._journal, None)
         self._over = found is None
         return found or []
+
+    @property
+    def has_beat(self) -> bool:
+        has_beat, self._beats = self._beats > 0, max(0, self._beats - 1)
+        return has_beat
 
     @property
     def is_starting(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import multiprocessing
 import threading
@@ -32,6 +33,17 @@ def test_a_thread_that_never_ends_does_not_keep_a_rank_alive() -> None:
     rank.start()
     rank.join(60)
     assert rank.exitcode == 7
+
+
+def test_rank_0_of_a_trial_alone_writes_its_beat(tmp_path: Path) -> None:
+    folder, world = RunFolder(tmp_path), World(Ranks(), torch.device("cpu"))
+    worker._beat_writer(request({}), world, folder)()
+    assert not folder.beat.exists(), "nobody reads it"
+    trial = dataclasses.replace(request({}), is_trial=True)
+    worker._beat_writer(trial, dataclasses.replace(world, ranks=Ranks(1, 2)), folder)()
+    assert not folder.beat.exists(), "it has one writer"
+    worker._beat_writer(trial, world, folder)()
+    assert folder.beat.exists()
 
 
 def request(environment: dict[str, str]) -> JobRequest:

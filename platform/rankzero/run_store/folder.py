@@ -195,6 +195,11 @@ class RunFolder:
         return self.path / "pruned.txt"
 
     @property
+    def beat(self) -> Path:
+        """The file that a trial's rank 0 writes every few seconds while it makes progress."""
+        return self.path / "beat.txt"
+
+    @property
     def deleted(self) -> Path:
         """A file that exists if the run is deleted, and the embedded store does not say it."""
         return self.path / "deleted.txt"

@@ -9,7 +9,8 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,7 @@ def attempt(
         [lambda failure: failures.write(failure, log.folder.failures), world.report_failure],
         setup_seconds=setup_seconds(),
         local_processes=world.local_processes(),
+        on_progress=_beat_writer(request, world, log.folder),
     )
     watched.enter_context(watchdog.watching())
     world.extend_timeouts()
@@ -127,6 +129,17 @@ def attempt(
             log.notice(text)
         run.outcome = _train(job, state, log, stop, totals, watchdog, test_sets)
     return run.outcome
+
+
+def _beat_writer(request: JobRequest, world: World, folder: RunFolder) -> Callable[[], None]:
+    """Return what shows a search that its trial makes progress. Other runs write nothing."""
+
+    def write() -> None:
+        # Without a file, the journal is still a sign of life.
+        with contextlib.suppress(OSError):
+            folder.beat.write_text(str(time.time()))
+
+    return write if request.is_trial and world.ranks.first else lambda: None
 
 
 def _notices(

@@ -64,7 +64,9 @@ class Session:
         already_seconds: float = 0.0,
     ) -> None:
         self._study, self._space, self._options, self._notify = study, space, options, notify
-        self._pool, self._clock = TrialPool(launchers, options.silence_seconds), clock
+        limit = options.silence_seconds
+        self._pool = TrialPool(launchers, limit, option="--silence-seconds")
+        self._clock = clock
         self._budget = Budget(study, space, options, clock, already_seconds, len(launchers))
         self._guesses: Sequence[Mapping[str, Any]] = ()
         self._earlier: Sequence[Mapping[str, Any]] = ()

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from rankzero.launch import failures
-from rankzero.training.distributed.watchdog import WAITING_IN, stopped_ranks
+from rankzero.training.distributed.watchdog import WAITING_IN, Watchdog, stopped_ranks
 from rankzero.training.distributed.world import World
 from rankzero.training.metrics.window import reduce_window
 
@@ -153,6 +154,22 @@ def test_suspended_time_does_not_count(tmp_path: Path) -> None:
         """,
     )
     assert code == 0 and failure is None
+
+
+def test_progress_is_reported_once() -> None:
+    reports = list[float]()
+    watchdog = Watchdog(
+        LIMIT_SECONDS / 60, 0, (), on_progress=lambda: reports.append(time.monotonic())
+    )
+    with watchdog.watching():
+        time.sleep(0.1)
+        assert not reports
+        watchdog.beat()
+        deadline = time.monotonic() + 10
+        while not reports and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)
+    assert len(reports) == 1
 
 
 def test_a_process_that_beats_is_not_ended(tmp_path: Path) -> None:

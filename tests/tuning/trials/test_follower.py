@@ -26,15 +26,15 @@ def run_one(launcher: FakeLauncher, pool: TrialPool) -> tuple[TrialResult, list[
 
 @pytest.mark.parametrize(
     ("fate", "seconds", "state"),
-    [("late", 400.0, "COMPLETE"), ("hang", 0.9, "FAIL")],
-    ids=["the search stood still", "it hangs"],
+    [("late", 400.0, "COMPLETE"), ("evaluates", 0.9, "COMPLETE"), ("hang", 0.9, "FAIL")],
+    ids=["the search stood still", "it evaluates", "it hangs"],
 )
 def test_a_trial_is_killed_after_a_silence_of_its_own(
     fate: str, seconds: float, state: str
 ) -> None:
     launcher = FakeLauncher(lambda *_: fate)
     moments = itertools.count()
-    pool = TrialPool([cast("Any", launcher)], 5.0, lambda: seconds * next(moments))
+    pool = TrialPool([cast("Any", launcher)], 5.0, lambda: seconds * next(moments), "--limit")
     result, asked = run_one(launcher, pool)
-    killed = ["no sign of life for 5 s"] if state == "FAIL" else []
+    killed = ["no sign of life for 5 s (--limit)"] if state == "FAIL" else []
     assert (result.state, asked) == (state, killed)

@@ -32,6 +32,14 @@ def test_the_search_and_its_entry_points_import_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_beat_is_a_sign_of_life_once(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    trial = LaunchedTrial(folder, cast("Any", None))
+    assert not trial.has_beat
+    folder.beat.write_text("1.0")
+    assert trial.has_beat and not trial.has_beat
+
+
 def test_a_trial_that_is_stopped_before_it_began_is_killed(tmp_path: Path) -> None:
     class Host(SimpleNamespace):
         is_starting = was_lost = False

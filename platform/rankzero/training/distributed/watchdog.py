@@ -69,6 +69,7 @@ class Watchdog:
     after the training nothing beats: all of it together may take as long as a first step, and at
     least `setup_seconds`. `on_hang`: called with the failure before the process ends, each in a
     thread of its own. `local_processes`: the process ids of this node's ranks, by rank.
+    `on_progress`: called every few seconds, by the watchdog's thread, if there were beats.
     """
 
     def __init__(
@@ -80,11 +81,12 @@ class Watchdog:
         setup_seconds: float = SETUP_SECONDS,
         local_processes: Mapping[int, int] | None = None,
         waiting_in: Sequence[str] = WAITING_IN,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._limit = None if minutes is None else 60.0 * minutes
         self._rank, self._on_hang, self._setup_seconds = rank, on_hang, setup_seconds
         self._local_processes = local_processes or {}
-        self._waiting_in = tuple(waiting_in)
+        self._waiting_in, self._on_progress = tuple(waiting_in), on_progress
         self._last, self._beats = time.monotonic(), 0
         self._phase, self._waits_for = SETTING_UP, ""
         self._over = threading.Event()
@@ -146,12 +148,15 @@ class Watchdog:
     def _watch(self, limit: float) -> None:
         # When the rank was last seen to wait. If a peer's death releases it, it has not hung since
         # its last beat, but only since then.
-        waited_until = 0.0
+        waited_until, beats = 0.0, self._beats
         self._looked = time.monotonic(), 0.0
         while not self._over.wait(self._interval):
             # Time in which the whole process was stopped does not count.
             before, after = self._looked[1], self.suspended_seconds()
             self._last, waited_until = self._last + after - before, waited_until + after - before
+            if self._beats != beats:
+                beats = self._beats
+                self._on_progress()
             self._looked = time.monotonic(), after
             phase = self._phase
             last, now = self._last, time.monotonic()

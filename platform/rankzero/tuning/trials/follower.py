@@ -91,7 +91,8 @@ class _Trial(NamedTuple):
 class TrialPool:
     """Launchers that run trials side by side.
 
-    `silence_seconds`: a trial is killed if its journal stays silent for so long.
+    `silence_seconds`: a trial is killed if it shows no sign of life for so long. `option`: what
+    sets it, for people.
     """
 
     def __init__(
@@ -99,8 +100,10 @@ class TrialPool:
         launchers: Sequence[TrainLauncher],
         silence_seconds: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
+        option: str = "",
     ) -> None:
         self._free, self._silence_seconds, self._clock = list(launchers), silence_seconds, clock
+        self._option = option
         self._busy: list[_Trial] = []
 
     def run(self, next_job: Callable[[], TrialJob | None]) -> None:
@@ -154,7 +157,7 @@ class TrialPool:
         except BaseException:
             job.ended(None)
             raise
-        looks = _follow(run, job, self._silence_seconds, Silence(self._clock))
+        looks = _follow(run, job, self._silence_seconds, self._option, Silence(self._clock))
         self._busy.append(_Trial(launcher, job, run, looks))
         self._free.pop(0)
 
@@ -175,7 +178,7 @@ def run_alone(launcher: TrainLauncher, experiment: Experiment, name: str) -> Tri
 
 
 def _follow(
-    run: LaunchedTrial, job: TrialJob, silence_seconds: float, silence: Silence
+    run: LaunchedTrial, job: TrialJob, silence_seconds: float, option: str, silence: Silence
 ) -> Iterator[TrialResult | None]:
     """Read a trial's journal to its end; yield None after each look at it, then the result.
 
@@ -189,13 +192,15 @@ def _follow(
         if run.has_ended:
             continue
         # The recorder samples the machine also while the ranks hang: that is no sign of life.
-        is_alive = run.is_starting or not all(isinstance(event, SystemSampled) for event in events)
+        is_idle = all(isinstance(event, SystemSampled) for event in events)
+        is_alive = run.is_starting or not is_idle or run.has_beat
         silent = silence.look(is_alive=is_alive and not was_killed)
         if events and not stop_reason:
             if stop_reason := job.why_prune(curve):
                 run.prune(stop_reason)
         elif not events and not was_killed and silent > silence_seconds:
             stop_reason, was_killed = f"no sign of life for {silence_seconds:.0f} s", True
+            stop_reason += f" ({option})" if option else ""
             run.kill(stop_reason)
             silence.look(is_alive=True)  # from now on it counts the time to its end
         elif was_killed and silent > GIVE_UP_SECONDS:

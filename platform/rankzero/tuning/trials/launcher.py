@@ -5,6 +5,7 @@ The search imports this module, so it imports no PyTorch: a host process has it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import signal
@@ -81,7 +82,7 @@ class LaunchedTrial:
         self.has_ended = False
         """Whether all its processes have ended."""
         self._given_up = False
-        self._stop_by = 0.0
+        self._stop_by, self._beat = 0.0, 0
 
     def new_events(self) -> list[Event]:
         """Return the events since the last call. Does not wait."""
@@ -93,6 +94,14 @@ class LaunchedTrial:
         if not found and not self.has_ended:
             self.has_ended = self._host.has_ended()
         return found
+
+    @property
+    def has_beat(self) -> bool:
+        """Whether it wrote since the last look that it makes progress, as in an evaluation."""
+        before = self._beat
+        with contextlib.suppress(FileNotFoundError):
+            self._beat = self._folder.beat.stat().st_mtime_ns
+        return self._beat != before
 
     @property
     def handles(self) -> Sequence[Connection | int]:
