@@ -24,6 +24,23 @@ def run_one(launcher: FakeLauncher, pool: TrialPool) -> tuple[TrialResult, list[
     return results[0], launcher.running[0].asked
 
 
+@pytest.mark.parametrize(("tick", "most"), [(0.0, 3), (0.1, 30)])
+def test_a_free_launcher_asks_for_work_once_a_second_and_after_each_end(
+    tick: float, most: int
+) -> None:
+    launcher, moments = cast("Any", FakeLauncher(lambda *_: "evaluates")), itertools.count()
+    objective, asked = Objective("time-to-target", GOAL, 0.9), list[int]()
+    job = TrialJob(Experiment(), "t", objective, lambda _: None)
+
+    def next_job() -> TrialJob | None:
+        asked.append(len(launcher.started))
+        return None if launcher.started else job
+
+    TrialPool([launcher] * 2, 5.0, lambda: tick * next(moments)).run(next_job)
+    assert asked[:2] == [0, 1] and 3 <= len(asked) <= most
+    assert (len(asked) > 3) == (tick > 0)
+
+
 @pytest.mark.parametrize(
     ("fate", "seconds", "state"),
     [("late", 400.0, "COMPLETE"), ("evaluates", 0.9, "COMPLETE"), ("hang", 0.9, "FAIL")],

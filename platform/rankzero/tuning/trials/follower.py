@@ -35,6 +35,7 @@ from rankzero.tuning.trials.launcher import LaunchedTrial, TrainLauncher
 from rankzero.tuning.trials.silence import Silence
 
 _TICK_SECONDS = 0.05
+_ASK_SECONDS = 1.0  # until a free launcher asks again, if no trial ends before
 GIVE_UP_SECONDS = 60.0  # from the kill of a silent trial, or cell, to the end of its host
 # A trial is measured and not kept.
 _TRIAL_SETTINGS = {
@@ -112,10 +113,14 @@ class TrialPool:
         A free launcher asks for the next job. Ctrl-C and errors stop all trials, at the end of a
         step, before they pass through.
         """
+        ask_at = -math.inf
         try:
             while True:
-                while self._free and (job := next_job()) is not None:
-                    self._start(job)
+                # Each question looks at the study, on the cores that the last trials are timed on.
+                if self._clock() >= ask_at:
+                    while self._free and (job := next_job()) is not None:
+                        self._start(job)
+                    ask_at = self._clock() + _ASK_SECONDS
                 if not self._busy:
                     return
                 if any(trial.run.is_starting for trial in self._busy):
@@ -126,6 +131,7 @@ class TrialPool:
                 for trial, result in looks:
                     if result is not None:
                         self._end(trial, result)
+                        ask_at = -math.inf
                 # One wait for all of them, however many there are.
                 handles = [one for trial in self._busy for one in trial.run.handles]
                 if not any(result for _, result in looks):
