@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rankzero.errors import UserError
-from rankzero.repeats.plan import file_of, make_plan, run_names, stored
+from rankzero.repeats.plan import file_of, make_plan, refuse_taken_names, run_names, stored
 from support.runs import make_folder
 
 
@@ -70,6 +70,22 @@ def test_runs_with_long_values_have_names_of_their_own() -> None:
     found = [one.name("r") for one in plan]
     assert len(set(found)) == 6 and all(len(name) <= 82 for name in found)
     assert [name.rpartition("-")[2] for name in found[::2]] == ["seed0", "seed1", "seed2"]
+
+
+def test_only_runs_of_a_repeat_may_have_the_names_of_its_runs(tmp_path: Path) -> None:
+    folder, plan = make_folder(tmp_path, name="r"), make_plan([], "3", 0, None)
+    make_folder(tmp_path, name="r-seed0", parent="r")
+    with pytest.raises(UserError, match="'r-seed0' already, which is no part of this repeat"):
+        refuse_taken_names(plan, folder)
+    file_of(folder).parent.mkdir()
+    file_of(folder).write_text(json.dumps({**dataclasses.asdict(plan), "runs": []}))
+    # A new repeat has no run yet. One that continues may have this one.
+    refuse_taken_names(plan, folder)
+    make_folder(tmp_path, name="r-seed1", parent="another")
+    with pytest.raises(UserError, match="'r-seed1' already, which is no part of this repeat"):
+        refuse_taken_names(plan, folder)
+    folder.add_child("r-seed1")
+    refuse_taken_names(plan, folder)
 
 
 def test_runs_of_an_older_version_keep_their_names(tmp_path: Path) -> None:

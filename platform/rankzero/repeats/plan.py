@@ -153,6 +153,21 @@ def run_names(plan: Plan, folder: RunFolder) -> list[str]:
     return [kept.get(key, name) for key, name in zip(keys, new, strict=True)]
 
 
+def refuse_taken_names(plan: Plan, folder: RunFolder) -> None:
+    """Raise UserError if a run that is no part of the repeat has the name of one of its runs."""
+    is_new, own = stored(folder) is None, {child.path.name for child in folder.children}
+    for name in set(run_names(plan, folder)) - own:
+        other = RunFolder(folder.path.parent / name)
+        # A command that was killed may have created the run, and not yet listed it.
+        if (other.path / "run.json").exists() and (
+            is_new or other.identity.parent != folder.path.name
+        ):
+            raise UserError(
+                f"there is a run {name!r} already, which is no part of this repeat: choose "
+                "another --name for the repeat, or other seeds"
+            )
+
+
 def stored(folder: RunFolder) -> Plan | None:
     """Return the plan of a repeat's run, or None if the run is none. Raises UserError."""
     path = file_of(folder)

@@ -13,6 +13,7 @@ from rankzero.events import RunStarted
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store.folder import RunFolder
 from support.commands import TINY, Command, events, last_end, losses
+from support.runs import make_folder
 from support.stores import mlflow_runs
 
 FOLDED = TINY.with_name("folded.py")
@@ -115,6 +116,13 @@ def test_strategies_are_values_to_repeat_over(rankzero: Command) -> None:
     curves = [list(losses(child).values()) for child in parent.children]
     assert len(curves) == 3 and len(curves[0]) == 6
     assert curves[1] == pytest.approx(curves[0]) and curves[2] == pytest.approx(curves[0])
+
+
+def test_a_run_of_the_same_name_is_no_part_of_a_repeat(rankzero: Command) -> None:
+    make_folder(rankzero.folder / "mlruns", name="r-seed1")
+    code, output = rankzero("repeat", TINY, "--offline", "--run-name", "r", "--seeds", 2)
+    assert code == 2 and "there is a run 'r-seed1' already, which is no part of" in output, output
+    assert [run.path.name for run in rankzero.runs] == ["r-seed1"], "nothing is written"
 
 
 def test_each_mistake_gets_one_message(rankzero: Command) -> None:

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         plan = _plan(arguments, experiment)
         # Every mistake is reported before there is a folder.
         parts = _parts(arguments, plan, experiment)
-        folder = _new_folder(arguments, experiment)
+        folder = _new_folder(arguments, experiment, plan)
     for child in folder.children:
         if is_written(child):
             raise UserError(f"{child.path.name} is still training: wait until it has ended")
@@ -100,7 +100,9 @@ def _continued(
     experiment = with_saved(class_of(folder, arguments.dir)(), folder, {})
     given = _plan(arguments, experiment)
     seeds = given.seeds if arguments.seeds else ()
-    return before.extended(given.over, seeds, given.nproc), experiment
+    plan = before.extended(given.over, seeds, given.nproc)
+    plans.refuse_taken_names(plan, folder)
+    return plan, experiment
 
 
 def _plan(arguments: argparse.Namespace, experiment: Experiment) -> Plan:
@@ -108,12 +110,13 @@ def _plan(arguments: argparse.Namespace, experiment: Experiment) -> Plan:
     return plans.make_plan(over, seeds, experiment.train.seed, nproc)
 
 
-def _new_folder(arguments: argparse.Namespace, experiment: Experiment) -> RunFolder:
+def _new_folder(arguments: argparse.Namespace, experiment: Experiment, plan: Plan) -> RunFolder:
     refuse_new(type(experiment))
     name, runs = options.run_name(arguments, "repeat"), arguments.dir / "runs"
     if plans.stored(RunFolder(runs / name)) is not None:
         again = command(arguments.dir, "repeat", name)
         raise UserError(f"there is a repeat {name!r} already: continue it: {again}")
+    plans.refuse_taken_names(plan, RunFolder(runs / name))
     folder = make_folder(runs, options.identity_for(arguments, name))
     write_config(folder, experiment)
     return folder
