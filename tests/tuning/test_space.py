@@ -395,6 +395,16 @@ def test_an_own_setting_called_devices_is_searched() -> None:
     assert both["devices"] == Choice(2, 3) and both[DEVICES] == Choice(1, 2)
 
 
+def test_a_batch_of_more_than_half_of_the_samples_is_named() -> None:
+    batches = searching(train__batch_size=Choice(32, 64, 512, 1024))
+    space = make_space(batches, 1, 0.5, samples=1000)
+    assert 512 not in space.batch_sizes
+    assert space.warnings() == [
+        "no trial has train.batch_size=512, 1024, which is more than half of the 1000 training "
+        "samples"
+    ]
+
+
 def test_a_batch_that_cannot_be_divided_among_each_number_of_devices_is_named() -> None:
     batches = searching(train__batch_size=Choice(32, 64, 96, 128))
     three = make_space(override(batches, {BATCH: 96}), 1, 0.5, more=(3,))

@@ -57,6 +57,8 @@ class Space:
     """The experiment's own ranges, by dotted key."""
     devices: tuple[int, ...] = (1,)
     """The numbers of devices of a trial; the reference has the first."""
+    samples: float = math.inf
+    """In the training set."""
     machines: int = 1
     """The machines of a trial, which have its devices in equal parts."""
     knobs: tuple[str, ...] = ()
@@ -91,10 +93,14 @@ class Space:
         ]
         counts = "/".join(map(str, self.devices))
         left_out = f"no trial has {BATCH}={lost}, which cannot be divided among {counts} devices"
+        large = [size for size in sizes if size > self.samples / 2 and size not in self.batch_sizes]
+        too_large = f"no trial has {BATCH}={', '.join(map(str, large))}, which is more than half "
+        too_large += f"of the {self.samples:.0f} training samples"
         size = self.experiment(self.reference_parameters()).train.micro_batch
         changed = f"your own batch does not fit the memory: {_MICRO_BATCH}={size} accumulates it"
         is_own = size == self.reference.train.micro_batch
-        return [*found, *([left_out] if lost else []), *([] if is_own else [changed])]
+        several = ((left_out, lost), (too_large, large), (changed, not is_own))
+        return [*found, *(text for text, holds in several if holds)]
 
     def check_reference(self) -> None:
         """Raise UserError if the reference has a value that its range cannot draw."""
@@ -308,6 +314,7 @@ def make_space(
         lr_exponent=lr_exponent,
         extras=ranges,
         devices=devices,
+        samples=samples,
     )
 
 
