@@ -41,6 +41,13 @@ def test_what_is_appended_or_replaced_comes_over(
     assert not list(changes.changes())
 
 
+def test_only_files_of_a_prefix_are_read(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.failures/rank_0.json", "b.jsonl", "b.logs/a.log"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert mirror.contents(tmp_path, "a").keys() == {"a.jsonl", "a.failures/rank_0.json"}
+
+
 def test_a_large_file_comes_in_parts(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     one.mkdir()

@@ -75,6 +75,7 @@ def test_trials_elsewhere_end_as_trials_here_do(
     ended(trial)
     end = last_end(run(launcher, "hung"))
     assert (end.status, end.reason) == ("FAILED", "no sign of life")
+    wait_until(lambda: not list(node_folder.glob("rankzero-node-*/*")), 20)
 
     host.close()
     assert [path.name for path in node_folder.iterdir() if "rankzero" in path.name] == []

@@ -20,9 +20,9 @@ _GROWING = (".jsonl", ".log")
 _PART_BYTES = 1 << 20
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """Return the files below a folder by their names relative to it."""
-    return {name: path.read_bytes() for name, path in _files(folder)}
+def contents(folder: Path, prefix: str = "") -> dict[str, bytes]:
+    """Return the files below a folder by their names relative to it, which begin with `prefix`."""
+    return {name: path.read_bytes() for name, path in _files(folder) if name.startswith(prefix)}
 
 
 def write_all(files: Mapping[str, bytes], folder: Path) -> None:

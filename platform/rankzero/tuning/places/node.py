@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -82,6 +83,8 @@ class _Node:
         if has_ended:
             self._trial = None
             self._lines.send(Ended(self._host.was_lost))
+            # The search has all of it, and this host may run thousands of trials.
+            shutil.rmtree(folder, ignore_errors=True)
 
     def do(self, message: Message) -> None:
         """Do what one message asks for."""

@@ -106,11 +106,16 @@ class RemoteHost:
         request: Any,
         logs: Path,
         folder: Path,
+        prefix: str = "",
     ) -> None:
-        """Have every rank run `entry(request)`; return at once. See `has_ended`."""
+        """Have every rank run `entry(request)`; return at once. See `has_ended`.
+
+        `prefix`: of the names of all that the ranks read in `folder`.
+        """
         self.was_lost, self._training = False, self._machines
         self._waits, self._lost_at = list(self._restart_seconds), math.inf
-        self._trial = Run(entry, topology, request, logs, folder, mirror.contents(folder))
+        known = mirror.contents(folder, prefix)
+        self._trial = Run(entry, topology, request, logs, folder, known)
         self._send(self._trial)
 
     def has_ended(self, seconds: float = 0.0) -> bool:

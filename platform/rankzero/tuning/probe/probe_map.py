@@ -193,8 +193,9 @@ def _measure_once(
     # Counted first: the processes may write a line at once.
     shown, has_ended, was_killed = len(_lines(request.results)), False, False
     topology = Topology(request.subject.described.processes, silence_seconds=silence_seconds)
-    folder = request.results.parent
-    host.run(worker.main, topology, request, logs, folder)
+    folder, key = request.results.parent, request.results.stem
+    # The folder has the maps of all experiments.
+    host.run(worker.main, topology, request, logs, folder, key)
     silence = Silence()
     while not has_ended:
         has_ended = host.has_ended(_POLL_SECONDS)

@@ -63,13 +63,14 @@ class LocalHost:
         request: Any,
         logs: Path,
         folder: Path,
+        prefix: str = "",
     ) -> None:
         """Have every rank run `entry(request)`; return at once. See `has_ended`.
 
         `entry`: a function at the top of a module that imports no PyTorch. `folder`: all that the
-        ranks read and write; `logs` is in it.
+        ranks read and write; `logs` is in it. `prefix`: of the names of what they read there.
         """
-        del folder  # The ranks use the same disk.
+        del folder, prefix  # The ranks use the same disk.
         if not self._process.is_alive():
             self._start()
         self.was_lost = False
