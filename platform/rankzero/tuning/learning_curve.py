@@ -52,7 +52,7 @@ class LearningCurve:
                 if self.joules_before is None:
                     self.joules_before = self.joules or 0.0
                 if STEP_SECONDS in metrics:
-                    # What is reported are means over the steps since the last report.
+                    # The reported numbers are means over the steps since the last report.
                     seconds = metrics[STEP_SECONDS][-1] * (steps[-1] - self.step)
                     self.seconds, self.step = self.seconds + seconds, steps[-1]
                     if TOKENS in metrics:

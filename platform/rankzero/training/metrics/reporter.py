@@ -48,7 +48,7 @@ class Reporter:
         self._unreported_speed: WindowStats | None = None
         # The suspended seconds of this process until this window.
         self._suspended_before = 0.0
-        # Of the last window without a suspension.
+        # Those of a step in the last window without a suspension.
         self._step_seconds = math.inf
 
     def start_window(self) -> None:

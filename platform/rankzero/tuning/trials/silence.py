@@ -11,7 +11,7 @@ _MOST_BETWEEN = 1.0  # seconds between two looks, of which the search has severa
 class Silence:
     """The seconds since the last sign of life. Time in which the search stood still does not count.
 
-    A scheduler, Ctrl-Z or a slow database stops the search for a while. What it follows may have
+    A scheduler, Ctrl-Z or a slow database stops the search for a while. The trial may have
     been stopped, too, or its signs are not yet read.
     """
 
