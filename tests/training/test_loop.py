@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from rankzero.config import override
@@ -130,6 +131,55 @@ def test_every_step_is_logged_once(train: Trainer) -> None:
     trained = train(tiny(train__steps=17, train__log_every=5, train__eval_every=7))
     assert list(trained.series("train/loss")) == list(range(1, 18))
     assert sorted(trained.series("lr")) == [5, 7, 12, 14, 17]
+
+
+def test_every_step_keeps_its_own_values(train: Trainer, tmp_path: Path) -> None:
+    class InOnePlace(type(tiny())):  # type: ignore[misc]
+        """Returns each loss in the same memory, as a model in a CUDA graph does."""
+
+        place = torch.zeros(())
+
+        def measure(self, model: Any, batch: Any) -> Any:
+            values = super().measure(model, batch)
+            self.place.copy_(values["loss"].detach())
+            values["loss"].data = self.place
+            return values
+
+    plain = train(tiny(train__steps=17), tmp_path / "plain")
+    graph = train(override(InOnePlace(), {"train.steps": 17}), tmp_path / "graph")
+    assert graph.series("train/loss") == plain.series("train/loss")
+
+
+class Watched(type(tiny())):  # type: ignore[misc]
+    """Returns what later steps write, each with a copy of its value."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.scale = nn.Parameter(torch.ones(()))
+        model.pair = nn.Parameter(torch.ones(2))
+        model.register_buffer("mean", torch.zeros(()))
+        model.kept = torch.zeros(())
+        return model
+
+    def measure(self, model: Any, batch: Any) -> dict[str, Tensor]:
+        found = super().measure(model, batch)
+        found["loss"] = found["loss"] * model.scale + model.pair.prod()
+        model.mean.data.lerp_(batch[0].mean(), 0.1)
+        model.kept.copy_(found["loss"].detach())
+        own = {"scale": model.scale, "value": model.scale.data, "part": model.pair[0]}
+        own |= {"mean": model.mean, "kept": model.kept}
+        return {**found, **own, **{f"{name} then": one.detach() * 1 for name, one in own.items()}}
+
+
+@pytest.mark.parametrize("micro_batch", [32, 8])
+def test_a_parameter_as_a_metric_has_the_value_of_its_step(
+    train: Trainer, micro_batch: int
+) -> None:
+    trained = train(Watched(**vars(tiny(train__steps=12, train__micro_batch=micro_batch))))
+    for name in ("scale", "value", "part", "mean", "kept"):
+        values = trained.series(f"train/{name}")
+        assert values == trained.series(f"train/{name} then"), name
+        assert len(set(values.values())) == 12, name
 
 
 def test_evaluation_is_the_mean_over_every_sample(train: Trainer) -> None:

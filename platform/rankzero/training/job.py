@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,6 @@ from rankzero.experiment import Experiment
 from rankzero.training.data.order import BatchOrder
 from rankzero.training.data.stream import Loader
 from rankzero.training.distributed.world import World
-from rankzero.training.metrics.copies import MetricCopies
 from rankzero.training.metrics.mean_check import MeanCheck
 from rankzero.training.metrics.straggler import ForwardTimer
 from rankzero.training.metrics.work_meter import WorkMeter
@@ -97,10 +95,6 @@ class TrainingContext:
     """Whether the experiment's `measure` has a third parameter."""
     schedule_takes_progress: bool = dataclasses.field(init=False)
     mean_check: MeanCheck = dataclasses.field(default_factory=MeanCheck)
-    metric_copies: Mapping[str | None, MetricCopies] = dataclasses.field(
-        default_factory=lambda: collections.defaultdict(MetricCopies)
-    )
-    """By turn, or of None: which of its metrics are copied."""
 
     def __post_init__(self) -> None:
         """Look once for what each step needs to know. Raises UserError for a wrong signature."""
@@ -133,5 +127,4 @@ class TrainingContext:
             self.precision.scaler,
             accumulation,
             self.batch_order.micro_batch,
-            copies=self.metric_copies[turn],
         )

@@ -670,6 +670,19 @@ def test_last_pipeline_rank_reports_bad_measure_values(odd: str) -> None:
         last._loss(torch.ones(2, 2), torch.arange(2))
 
 
+def test_last_pipeline_rank_keeps_the_values_of_each_micro_batch() -> None:
+    place = torch.zeros(())  # as a CUDA graph returns each output
+    last = Pipeline.__new__(Pipeline)
+    last._shapes, last._measured, last._batch = {}, [], (torch.ones(4, 8), torch.ones(4))
+    last._how = MicroBatchStep(
+        lambda model, batch: {"loss": place.add_(1)}, contextlib.nullcontext(), None, 1
+    )
+    last.model = nn.Linear(1, 1)
+    for _ in range(2):
+        last._loss(torch.ones(2, 2), torch.arange(2))
+    assert [float(one["loss"]) for one in last._measured] == [1.0, 2.0]
+
+
 def test_measure_of_a_pipeline_may_exchange_any_objects() -> None:
     used = []
 

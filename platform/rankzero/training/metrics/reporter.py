@@ -13,7 +13,6 @@ from torch import Tensor
 from rankzero.events import Event, Noticed, StepsLogged
 from rankzero.metric_names import DATA_WAIT, SPEED, STEP_SECONDS
 from rankzero.training.job import State, TrainingContext
-from rankzero.training.metrics.copies import is_part_of_much
 from rankzero.training.metrics.derived import derived_columns
 from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.metrics.window import (
@@ -40,8 +39,6 @@ class Reporter:
         self._columns: dict[str, list[Tensor]] = {}
         # The number of columns: each step compares with it, and saves a call.
         self._count = 0
-        self._views = set[str]()
-        """Metrics such as `logits[0, 0]`, which would keep all of the logits until the report."""
         self._is_compared = False
         # The first window is one step: nobody knows yet how long a step takes.
         self._interval = 1
@@ -64,10 +61,9 @@ class Reporter:
             first = () if self._job.experiment.turns else ("loss",)
             self._columns = {name: [] for name in (*first, *metrics)}
             self._count = len(self._columns)
-            self._views = {name for name, value in metrics.items() if is_part_of_much(value)}
         try:
             for name, column in self._columns.items():
-                column.append(metrics[name].clone() if name in self._views else metrics[name])
+                column.append(metrics[name])
             is_same = len(metrics) == self._count
         except KeyError:
             is_same = False
@@ -132,7 +128,6 @@ class Reporter:
             if differing := job.world.ranks_that_differ(torch.tensor([metrics_checksum(shapes)])):
                 refuse_differing(job.world, shapes, differing[0], 0)
             self._is_compared = True
-        losses = [f"{turn}/loss" for turn in dict.fromkeys(job.experiment.turns)]
         window = reduce_window(
             job.world,
             self._columns,
@@ -141,13 +136,12 @@ class Reporter:
             self._data_wait,
             job.forward_timer.read(),
             job.work_meter.read(),
-            losses=losses or ("loss",),
             suspended_seconds=job.suspended() - self._suspended_before,
         )
-        if not losses:
+        if not job.experiment.turns:
             return window
-        columns = [window.values[name] for name in losses]
-        total = [sum(values) for values in zip(*columns, strict=True)]
+        losses = (window.values[f"{turn}/loss"] for turn in dict.fromkeys(job.experiment.turns))
+        total = [sum(values) for values in zip(*losses, strict=True)]
         return dataclasses.replace(window, values={"loss": total, **window.values})
 
     def _speed_event(

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from rankzero.errors import UserError
 from rankzero.training.distributed.world import World
-from rankzero.training.metrics.copies import is_part_of_much
 
 
 class StatefulMetrics:
@@ -63,8 +62,9 @@ class StatefulMetrics:
                         f"for each sample of the batch, got {found}: let collate() keep every "
                         "sample; an object of torchmetrics may get anything"
                     )
-            # Until the evaluation's end, a view would keep the whole output of the model.
-            args = tuple(arg.clone() if is_part_of_much(arg) else arg for arg in args)
+            # Until the evaluation's end, a view would keep the whole output of the model. A CUDA
+            # graph writes the next batch's into the same memory.
+            args = tuple(arg.clone() for arg in args)
             self._arguments[name].append(args)
             _check_rows(name, args, [one.shape[1:] for one in self._arguments[name][0]])
 

@@ -85,14 +85,12 @@ def reduce_window(
     forward_seconds: float = 0.0,
     tokens: float = 0.0,
     *,
-    losses: Collection[str] = ("loss",),
     suspended_seconds: float = 0.0,
 ) -> WindowStats:
     """Return a window of steps over all ranks. Collective.
 
     The arguments are this rank's. `columns`: per metric, each step's 0-d tensor, detached, a mean
     over this rank's samples. For a `Ratio`: its two parts, [2] or [2, n], each such a mean.
-    `losses`: the metrics that must be finite, one for each turn.
     """
     # One sum carries everything, so there is one collective and one wait for the device. Each rank
     # fills its row of a matrix of zeros with its own numbers.
@@ -110,6 +108,9 @@ def reduce_window(
     }
     finished = {name: quotients(value) for name, value in summed.items()}
     times = fused[len(values) :].tolist()
+    # With turns, each has a loss of its own, as in "critic/loss".
+    of_turns = [name for name in summed if name.partition("/")[2] == "loss"]
+    losses = ["loss"] if "loss" in summed else of_turns
     return WindowStats(
         values={name: means(finished[name]).tolist() for name in columns},
         stop_code=most_urgent(int(code) for code in times[::6]),
@@ -121,7 +122,7 @@ def reduce_window(
         suspended_seconds=max(times[5::6]),
         quotients={name: value for name, value in finished.items() if value.dim() > 1},
         # Once a weight is NaN, every later loss is. So an earlier loss alone shows nothing.
-        is_finite=all(bool(summed[name][-1].isfinite().all()) for name in losses if name in summed),
+        is_finite=all(bool(summed[name][-1].isfinite().all()) for name in losses),
     )
 
 

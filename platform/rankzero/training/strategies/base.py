@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from rankzero.errors import UserError
 from rankzero.ratio import Ratio
 from rankzero.training.distributed.world import World
-from rankzero.training.metrics.copies import MetricCopies
 from rankzero.training.metrics.window import check_metrics
 
 Metrics = dict[str, Tensor]
@@ -47,8 +46,6 @@ class MicroBatchStep:
     """A micro-batch's. A `Ratio`'s gradients are divided by it first: fp16 overflows early."""
     weight: float = 1.0
     """The micro-batch's, in the mean over the step. A `Ratio` has its own; 0 counts nothing."""
-    copies: MetricCopies | None = None
-    """For a training step: which metrics are copied."""
     has_backward: bool = True
     """Whether there are gradients to compute: not in a turn that trains no parameter."""
 
@@ -66,10 +63,12 @@ class MicroBatchStep:
         with self.autocast:
             values = self.measure(model, batch)
         try:
-            found = {name: value.detach() for name, value in values.items()}
-            # Later, the optimizer writes parameters, and FSDP frees them in the backward.
-            if self.copies is not None and self.copies.are_due:
-                found = self.copies.of(found, model)
+            # Copies: a CUDA graph's next step writes into the same memory, the optimizer writes
+            # parameters, and FSDP frees them in the backward. `data` costs no call.
+            found = {
+                name: value.data.clone() if type(value) is Tensor else value.detach().clone()
+                for name, value in values.items()
+            }
             loss = values["loss"]
             if type(loss) is Ratio:
                 loss = loss.numerator / self.samples * (self.weight > 0)

@@ -213,7 +213,7 @@ class Pipeline:
         if self.model.training:
             if not self._shapes:
                 check_metrics(values)
-            self._measured.append({name: value.detach() for name, value in values.items()})
+            self._measured.append({name: value.detach().clone() for name, value in values.items()})
         found = values["loss"]
         # The loop divides a Ratio's gradients.
         loss: Tensor = found
