@@ -33,6 +33,18 @@ def test_large_content_is_broadcast_in_pieces(
     assert receiver.broadcast(b"", piece_bytes=5) == content and not wire
 
 
+def test_values_on_the_host_are_summed_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    summed: list[Tensor] = []
+    monkeypatch.setattr(dist, "all_reduce", summed.append)
+    # A device without memory stands for a GPU.
+    device = torch.device("meta")
+    found = World(Ranks(0, 2), device).sum(torch.ones(3))
+    (taken,) = summed
+    assert taken.device == found.device == device, "NCCL refuses it"
+    alone = torch.ones(3)
+    assert World(Ranks(), device).sum(alone) is alone and len(summed) == 1
+
+
 def test_buffers_of_any_strides_are_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
     wire: list[Tensor] = []
 

@@ -58,8 +58,12 @@ class World:
         return self.clock()
 
     def sum(self, values: Tensor) -> Tensor:
-        """Add `values` over all ranks, in place. Every rank gets the same bits. Collective."""
+        """Return `values` added over all ranks, the same bits on each, and change them. Collective.
+
+        Values on the host are moved to the device. NCCL takes no others.
+        """
         if self.is_distributed:
+            values = values.to(self.device)
             dist.all_reduce(values)
         return values
 
