@@ -118,6 +118,17 @@ def test_peaks_of_gpus(name: str, precision: str, teraflops: float | None) -> No
     assert peak_flops(name, precision) == (None if teraflops is None else teraflops * 1e12)
 
 
+@pytest.mark.parametrize(("strategy", "ranks", "gpus"), [("dp", 1, 2), ("ddp", 4, 4)])
+def test_peak_is_that_of_all_gpus(
+    monkeypatch: pytest.MonkeyPatch, strategy: str, ranks: int, gpus: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
+    experiment = two_ranks.layered(COUNTED, train__strategy=strategy, train__precision="bf16")
+    world = World(Ranks(0, ranks), torch.device("cuda"))
+    assert of(experiment, nn.Linear(8, 1), world, Progress(0, 1, 0, True))._peak == gpus * 121e12
+
+
 def test_tokens_of_all_ranks_are_reported(tmp_path: Path) -> None:
     changes = {"train__log_every": 2}
     cases = [

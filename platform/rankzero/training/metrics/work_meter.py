@@ -15,6 +15,7 @@ from rankzero import ranks
 from rankzero.experiment import Experiment
 from rankzero.training import rng
 from rankzero.training.data.batch import map_tensors
+from rankzero.training.distributed.device import gpu_count
 from rankzero.training.distributed.world import World
 from rankzero.training.metrics.peak_flops import peak_flops
 from rankzero.training.metrics.stateful import without_stateful
@@ -107,6 +108,8 @@ def of(experiment: Experiment, model: nn.Module, world: World, at: Progress) -> 
     # The content of a helper is on the device, that of the copied model is nowhere.
     if counts_tokens and not at.helpers and world.device.type == "cuda":
         peak = peak_flops(torch.cuda.get_device_name(world.device), train.precision)
+    # DataParallel uses all GPUs in one process.
+    devices = gpu_count() if train.strategy == "dp" else world.size
     measure = without_stateful(experiment.measure, experiment.metrics().keys())
     if takes_progress(experiment.measure):
         places = [dataclasses.replace(at, turn=turn) for turn in experiment.turns or (None,)]
@@ -116,7 +119,7 @@ def of(experiment: Experiment, model: nn.Module, world: World, at: Progress) -> 
     return WorkMeter(
         experiment.tokens if counts_tokens else None,
         ranks.shards(train.strategy, world.size) / world.size,
-        None if peak is None else peak * world.size,
+        None if peak is None else peak * devices,
         model,
         measures,
         world.device,
