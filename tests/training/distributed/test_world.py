@@ -16,7 +16,7 @@ from rankzero.launch.request import make_folder, request_for
 from rankzero.launch.signals import SignalForwarder
 from rankzero.ranks import Ranks
 from rankzero.run_store.folder import Identity
-from rankzero.training.distributed.world import World
+from rankzero.training.distributed.world import World, world_of_process_group
 from support.two_ranks import LAYERED, layered, waits
 
 
@@ -71,6 +71,28 @@ def test_buffers_of_any_strides_are_broadcast(monkeypatch: pytest.MonkeyPatch) -
     values = {name: one.unique().tolist() for name, one in received.named_buffers()}
     assert values.pop("expanded") == [2.0] and set(map(tuple, values.values())) == {(1.0,)}
     assert [one.stride() for one in received.buffers()] == strides and not wire
+
+
+@pytest.mark.parametrize(
+    ("config", "device"),
+    [
+        ("cuda:nccl", "cuda:3"),  # also of a group without a named backend, which is "undefined"
+        ("cpu:gloo", "cpu"),
+        ("cpu:gloo,cuda:gloo", "cpu"),
+        ("cuda:nccl,cpu:gloo", "cpu"),
+    ],
+)
+def test_scripts_group_has_a_device_that_its_backends_take(
+    monkeypatch: pytest.MonkeyPatch, config: str, device: str
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_backend", lambda: "undefined")
+    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    world = world_of_process_group()
+    assert world is not None and world.device == torch.device(device) and world.ranks.rank == 1
 
 
 @pytest.mark.parametrize(("strategy", "groups"), [("fsdp", 1), ("pp", 2)])

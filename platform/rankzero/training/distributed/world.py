@@ -199,6 +199,9 @@ def world_of_process_group() -> World | None:
     found = process_group_ranks()
     if found is None:
         return None
-    if dist.get_backend() == "nccl":
-        return World(found, torch.device("cuda", torch.cuda.current_device()))
-    return World(found, torch.device("cpu"))
+    # As in "cuda:nccl". On a machine with GPUs, a group without a named backend takes only theirs.
+    kinds = [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
+    if "cpu" in kinds:
+        return World(found, torch.device("cpu"))
+    index = torch.get_device_module(kinds[0]).current_device()
+    return World(found, torch.device(kinds[0], index))
