@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import resource
@@ -15,7 +16,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
+from torch.utils.data._utils import pin_memory
 
 from rankzero.errors import UserError
 from rankzero.launch import agent, failures
@@ -23,7 +26,7 @@ from rankzero.launch.failures import DescribedError, FailureKind
 from rankzero.launch.signals import SignalForwarder
 from rankzero.training.data.loader import BatchLoader
 from rankzero.training.data.order import BatchOrder
-from rankzero.training.data.processes import loader_workers
+from rankzero.training.data.processes import loader_workers, make_loader
 from support import awkward
 from support.paths import SUPPORT
 
@@ -154,6 +157,40 @@ def test_an_error_in_collate_names_its_line_and_samples(workers: int) -> None:
     pattern = r"ValueError: shapes differ \(.*test_processes.py, line \d+, in collate\): "
     pattern += r"collate\(\) of samples 0, 1 of the validation set"
     assert re.fullmatch(pattern, str(caught.value))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    x: Any
+    y: Any
+
+
+class OnGpu:
+    """Moves and pins itself, as a graph of PyTorch Geometric does."""
+
+    def to(self, device: torch.device) -> OnGpu:
+        return self
+
+    def pin_memory(self) -> OnGpu:
+        raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be")
+
+
+@pytest.mark.parametrize("graph", [OnGpu(), nn.utils.rnn.pack_sequence([torch.zeros(2)])])
+def test_what_is_on_a_gpu_is_not_pinned_and_all_else_is(
+    monkeypatch: pytest.MonkeyPatch, graph: Any
+) -> None:
+    # This machine may have no GPU. PyTorch calls its function for what a loader yields.
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: torch.full_like(tensor, 7))
+    gpu, failed = torch.zeros(2, device="meta"), failures.Failure(0.0, 0, "no sample", "")
+    batch = Pair(torch.zeros(2), {"there": gpu, "here": [torch.zeros(2), "text"], "graph": graph})
+    loader = make_loader([(batch, 2), failed, None, (graph, 1)], CPU, 0)
+    items = [pin_memory.pin_memory(loaded).item for loaded in loader]
+    (found, samples), alone = items[0], items[3][0]
+    assert found.x.tolist() == [7, 7] and samples == 2 and found.y["there"] is gpu
+    assert found.y["here"][0].tolist() == [7, 7] and found.y["here"][1] == "text"
+    assert items[1:3] == [failed, None]
+    for one in (found.y["graph"], alone):
+        assert one is graph if isinstance(graph, OnGpu) else one.data.tolist() == [7, 7]
 
 
 def test_loading_processes_use_the_cores_that_training_leaves() -> None:

@@ -7,6 +7,7 @@ send to another: lambdas, open files, thousands of tensors.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import functools
 import multiprocessing
@@ -20,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from rankzero.launch import signals
 from rankzero.launch.failures import DescribedError, Failure
 from rankzero.run_store import lock_files
+from rankzero.training.data.batch import map_tensors
 from rankzero.training.data.device_copy import DeviceCopier
 
 MOST_WORKERS = 8
@@ -62,7 +65,7 @@ def make_loader(
         sampler=keys,
         batch_size=None,
         num_workers=workers,
-        collate_fn=_unchanged,
+        collate_fn=_Loaded,
         pin_memory=device.type == "cuda",
         prefetch_factor=PREFETCHED if workers else None,
         persistent_workers=persistent and workers > 0,
@@ -83,15 +86,46 @@ def load(loader: DataLoader[Any], device: torch.device) -> Iterator[Any]:
     with signals.held_back() if sys.platform == "linux" else contextlib.nullcontext():
         items = iter(loader)
     copy = DeviceCopier(device)
-    for item in items:
+    for loaded in items:
+        item = loaded.item
         if isinstance(item, Failure):
             raise DescribedError(item)
         if item is not None:
             yield copy(item[0]), *item[1:]
 
 
-def _unchanged(batch: Any) -> Any:
-    return batch
+@dataclasses.dataclass(frozen=True)
+class _Loaded:
+    """An item of a loader. A `DataLoader` for a GPU calls `pin_memory`, in a thread of its own.
+
+    PyTorch's own function refuses tensors that are on a GPU already, and skips dataclasses.
+    """
+
+    item: Any
+
+    def pin_memory(self) -> _Loaded:
+        if self.item is None or isinstance(self.item, Failure):
+            return self
+        batch, *rest = self.item
+        return _Loaded((_pinned(batch), *rest))
+
+
+def _pinned(batch: Any) -> Any:
+    """Return a batch with its tensors of the host in memory from which a GPU copies by itself."""
+    if hasattr(batch, "pin_memory") and not isinstance(batch, Tensor):
+        return _pinned_by_itself(batch)
+    return map_tensors(
+        batch,
+        lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor,
+        _pinned_by_itself,
+    )
+
+
+def _pinned_by_itself(value: Any) -> Any:
+    # Its tensors may be on a GPU, and only its class knows them.
+    with contextlib.suppress(AttributeError, RuntimeError):
+        return value.pin_memory()
+    return value
 
 
 def _begin(_worker: int) -> None:
