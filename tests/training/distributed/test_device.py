@@ -9,7 +9,8 @@ import torch
 
 from rankzero.ranks import Ranks
 from rankzero.telemetry.host import core_count
-from rankzero.training.distributed.device import set_threads
+from rankzero.training.distributed.device import describe, set_threads
+from rankzero.training.distributed.world import World
 
 
 @pytest.fixture(autouse=True)
@@ -38,3 +39,24 @@ def test_ranks_share_the_cores_if_no_number_is_set(
     torch.set_num_threads(7)
     set_threads(Ranks(0, 1, local_rank=0, local_world_size=1))
     assert torch.get_num_threads() == core_count()
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "tags"),
+    [("13.2", None, {"rankzero.cuda": "13.2"}), (None, "6.4", {"rankzero.rocm": "6.4"})],
+)
+def test_a_pytorch_without_nccl_is_described(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None, hip: str | None, tags: dict[str, str]
+) -> None:
+    def version() -> None:
+        raise AttributeError("module 'torch._C' has no attribute '_nccl_version'")
+
+    monkeypatch.setattr(torch.cuda.nccl, "version", version)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA L4")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    found = describe(World(Ranks(), torch.device("cuda", 0)))
+    assert found["rankzero.gpu"] == "NVIDIA L4" and "rankzero.nccl" not in found
+    versions = {"rankzero.cuda", "rankzero.rocm"} & found.keys()
+    assert {name: found[name] for name in versions} == tags

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rankzero.errors import UserError
 from rankzero.launch import agent
 from rankzero.launch.agent import Topology
 from rankzero.launch.request import make_folder, request_for
 from rankzero.launch.signals import SignalForwarder
 from rankzero.ranks import Ranks
 from rankzero.run_store.folder import Identity
-from rankzero.training.distributed.world import World, world_of_process_group
+from rankzero.training.distributed.world import World, join, world_of_process_group
 from support.two_ranks import LAYERED, layered, waits
 
 
@@ -93,6 +94,15 @@ def test_scripts_group_has_a_device_that_its_backends_take(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     world = world_of_process_group()
     assert world is not None and world.device == torch.device(device) and world.ranks.rank == 1
+
+
+def test_several_gpus_without_nccl_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    with (
+        pytest.raises(UserError, match="2 processes on GPUs need a PyTorch .* NCCL: .* --nproc 1"),
+        join(Ranks(0, 2), torch.device("cuda", 0)),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(("strategy", "groups"), [("fsdp", 1), ("pp", 2)])

@@ -225,16 +225,18 @@ def _accelerator() -> Check:
     """Check CUDA and NCCL, if there is a GPU."""
     try:
         import torch
+
+        from rankzero.training.distributed.device import nccl_version
     except Exception as error:  # a broken installation fails in many ways
         return Check("GPUs", "unknown: PyTorch does not load", f"{type(error).__name__}: {error}")
     if not torch.cuda.is_available():
         return _no_gpu(_DRIVER)
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     driver = f", driver {_DRIVER.read_text().strip()}" if _DRIVER.exists() else ""
-    found = f"{len(names)} x {names[0]}, CUDA {torch.version.cuda}{driver}"
-    try:
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    except Exception:  # a build without NCCL raises what it likes
+    made_for = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    found = f"{len(names)} x {names[0]}, {made_for}{driver}"
+    nccl = nccl_version()
+    if not nccl:
         return Check("GPUs", found, "install a PyTorch built with NCCL: several GPUs need it")
     return Check("GPUs", f"{found}, NCCL {nccl}")
 

@@ -88,13 +88,17 @@ def describe(world: World) -> dict[str, str]:
     if world.device.type != "cuda":
         return facts
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {
-        **facts,
-        "rankzero.gpu": ", ".join(sorted(set(names))),
-        "rankzero.cuda": str(torch.version.cuda),
-        "rankzero.nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "rankzero.driver": driver_version(),
-    }
+    facts |= {"rankzero.gpu": ", ".join(sorted(set(names))), "rankzero.driver": driver_version()}
+    versions = {"cuda": torch.version.cuda, "rocm": torch.version.hip, "nccl": nccl_version()}
+    return facts | {f"rankzero.{name}": found for name, found in versions.items() if found}
+
+
+def nccl_version() -> str:
+    """Return the version of NCCL, or "" if PyTorch was built without it."""
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except Exception:  # such a build raises what it likes
+        return ""
 
 
 def driver_version() -> str:

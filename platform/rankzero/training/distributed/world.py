@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rankzero.errors import UserError
 from rankzero.launch import failures, rendezvous
 from rankzero.launch.failures import Failure
 from rankzero.ranks import Ranks
@@ -166,6 +167,11 @@ def join(ranks: Ranks, device: torch.device) -> Iterator[World]:
         yield world
         return
     on_gpu = device.type == "cuda"
+    if on_gpu and not dist.is_nccl_available():
+        raise UserError(
+            f"{ranks.world_size} processes on GPUs need a PyTorch that is built with NCCL: install "
+            "one, or use --nproc 1"
+        )
     if rendezvous.is_one_machine():
         rendezvous.keep_gloo_on_loopback()
     dist.init_process_group(
