@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from rankzero.errors import UserError
 from rankzero.ranks import Ranks
 from rankzero.telemetry.host import core_count
-from rankzero.training.distributed.device import describe, set_threads
+from rankzero.training.distributed.device import choose, describe, set_threads
 from rankzero.training.distributed.world import World
 
 
@@ -60,3 +61,19 @@ def test_a_pytorch_without_nccl_is_described(
     assert found["rankzero.gpu"] == "NVIDIA L4" and "rankzero.nccl" not in found
     versions = {"rankzero.cuda", "rankzero.rocm"} & found.keys()
     assert {name: found[name] for name in versions} == tags
+
+
+def test_gpus_that_pytorch_cannot_use_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old.\nPlease update it")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    # The count comes from the driver's own library.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    with pytest.raises(
+        UserError, match=r"machine's 8 GPUs, .* system is too old; .* CUDA_VISIBLE_DEVICES= to"
+    ):
+        choose(Ranks())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert choose(Ranks()).type == "cpu"

@@ -16,7 +16,11 @@ from rankzero.training.distributed.world import World
 
 
 def choose(ranks: Ranks) -> torch.device:
-    """Return this rank's device, made current: the GPU of its local rank, or the CPU."""
+    """Return this rank's device, made current: the GPU of its local rank, or the CPU.
+
+    Raises UserError for GPUs that PyTorch cannot use, and for fewer GPUs than ranks.
+    """
+    check_driver()
     if not torch.cuda.is_available():
         return torch.device("cpu")
     check_gpus(ranks.local_world_size)
@@ -28,6 +32,25 @@ def choose(ranks: Ranks) -> torch.device:
 def gpu_count() -> int:
     """Return how many GPUs this process sees."""
     return torch.cuda.device_count()
+
+
+def check_driver() -> None:
+    """Raise UserError if this machine has GPUs that PyTorch cannot use.
+
+    It initializes CUDA, so a process that calls it must not be forked.
+    """
+    # PyTorch counts GPUs without its own CUDA, for which the driver may be too old.
+    gpus = 0 if torch.cuda.is_available() else gpu_count()
+    try:
+        if gpus:
+            torch.cuda.init()
+    except Exception as error:  # a driver fails in many ways
+        why = str(error).strip().partition("\n")[0].rstrip(".")
+        raise UserError(
+            f"PyTorch cannot use this machine's {gpus} GPUs, driver {driver_version()}: {why}; "
+            "install a PyTorch built for this driver, or set CUDA_VISIBLE_DEVICES= to train on the "
+            "CPU"
+        ) from error
 
 
 def check_gpus(processes: int) -> None:

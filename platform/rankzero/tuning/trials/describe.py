@@ -169,7 +169,7 @@ def _described(asked: Question) -> ExperimentDescription:
     from rankzero.training.build import model_of
     from rankzero.training.data.loader import in_memory
     from rankzero.training.data.stream import length_of
-    from rankzero.training.distributed.device import driver_version
+    from rankzero.training.distributed.device import check_driver, driver_version
 
     experiment = with_changes(experiment_file.load(asked.reference)(), asked.settings)
     refuse_new(type(experiment))
@@ -184,6 +184,7 @@ def _described(asked: Question) -> ExperimentDescription:
     # A model may import more. Data may, too, but often only where a prepared file is missing.
     code = _digest_of_code(experiment_file.split(asked.reference)[0].parent)
     data, validation = experiment.data()
+    check_driver()
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     made = experiment.optimizer(model)
     optimizer = type(next(iter(made.values())) if isinstance(made, Mapping) else made).__name__
