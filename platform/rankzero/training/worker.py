@@ -30,7 +30,7 @@ from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints, unlogged
 from rankzero.training.data import digest, sets, stream
 from rankzero.training.distributed import device
-from rankzero.training.distributed.watchdog import Watchdog, setup_seconds
+from rankzero.training.distributed.watchdog import Watchdog, is_busy, setup_seconds
 from rankzero.training.distributed.world import World, join
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.launcher_death import end_with_launcher
@@ -109,6 +109,7 @@ def attempt(
         setup_seconds=setup_seconds(),
         local_processes=world.local_processes(),
         on_progress=_beat_writer(request, world, log.folder),
+        is_gpu_busy=lambda: is_busy(world.device),
     )
     watched.enter_context(watchdog.watching())
     world.extend_timeouts()

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from rankzero.launch import failures
-from rankzero.training.distributed.watchdog import WAITING_IN, Watchdog, stopped_ranks
+from rankzero.training.distributed.watchdog import WAITING_IN, Watchdog, is_busy, stopped_ranks
 from rankzero.training.distributed.world import World
 from rankzero.training.metrics.window import reduce_window
 
@@ -205,6 +206,36 @@ def test_rank_released_after_long_wait_is_not_reported_as_hung(tmp_path: Path) -
         """,
     )
     assert code == 0 and failure is None
+
+
+def test_a_rank_whose_gpu_is_busy_waits_for_it(tmp_path: Path) -> None:
+    """Under NCCL, a rank that waits for a hung one does so in its own code."""
+    code, failure, _ = watched(
+        tmp_path,
+        f"""
+        watchdog = Watchdog({LIMIT_SECONDS / 60}, 3, [report], is_gpu_busy=lambda: True)
+        with watchdog.watching(), watchdog.training():
+            watchdog.beat()
+            watchdog.beat()
+            time.sleep(100)
+        """,
+    )
+    assert code == -signal.SIGKILL and failure is not None
+    # It gives the rank that hangs the time to end first.
+    assert str(failure["reason"]).startswith("rank 3 waited for its GPU, or the others, for 1 s (")
+
+
+@pytest.mark.parametrize(
+    ("query", "busy"),
+    [(lambda: True, False), (lambda: False, True), (dict[str, int]().popitem, True)],
+)
+def test_a_gpu_that_has_work_left_or_gives_no_answer_is_busy(
+    monkeypatch: pytest.MonkeyPatch, query: Any, busy: bool
+) -> None:
+    stream = types.SimpleNamespace(query=query)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    assert is_busy(torch.device("cuda", 0)) is busy
+    assert not is_busy(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("phase", ["in set-up", "after the last step"])

@@ -70,6 +70,7 @@ class Watchdog:
     least `setup_seconds`. `on_hang`: called with the failure before the process ends, each in a
     thread of its own. `local_processes`: the process ids of this node's ranks, by rank.
     `on_progress`: called every few seconds, by the watchdog's thread, if there were beats.
+    `is_gpu_busy`: asked before a rank that is not seen to wait is blamed.
     """
 
     def __init__(
@@ -82,11 +83,13 @@ class Watchdog:
         local_processes: Mapping[int, int] | None = None,
         waiting_in: Sequence[str] = WAITING_IN,
         on_progress: Callable[[], None] = lambda: None,
+        is_gpu_busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self._limit = None if minutes is None else 60.0 * minutes
         self._rank, self._on_hang, self._setup_seconds = rank, on_hang, setup_seconds
         self._local_processes = local_processes or {}
-        self._waiting_in, self._on_progress = tuple(waiting_in), on_progress
+        self._waiting_in = tuple(waiting_in)
+        self._on_progress, self._is_gpu_busy = on_progress, is_gpu_busy
         self._last, self._beats = time.monotonic(), 0
         self._phase, self._waits_for = SETTING_UP, ""
         self._over = threading.Event()
@@ -168,18 +171,23 @@ class Watchdog:
             # Python documents this function for debuggers. There is no other way to see where
             # another thread is, and CPython has had it since 2.5.
             frame = sys._current_frames()[threading.main_thread().ident or 0]
-            if frame.f_code.co_filename.startswith(self._waiting_in):
+            since, waits = max(last, waited_until), self._waits(frame, now - last > allowed)
+            if waits:
                 since, allowed, waited_until = last, allowed * WAITING_FACTOR, now
-            else:
-                since = max(last, waited_until)
             if now - since > allowed:
-                self._end_process(frame, now - since, phase)
+                self._end_process(frame, waits or "hung", now - since, phase)
 
-    def _end_process(self, frame: FrameType, silent_seconds: float, phase: str) -> None:
+    def _waits(self, frame: FrameType, is_late: bool) -> str:
+        """Return how to say that the main thread waits, or "" if it does not."""
+        if frame.f_code.co_filename.startswith(self._waiting_in):
+            return "waited for the others"
+        # Under NCCL a rank waits wherever its code next reads a value from the GPU, or launches
+        # more than fits into the GPU's queue.
+        return "waited for its GPU, or the others," if is_late and self._is_gpu_busy() else ""
+
+    def _end_process(self, frame: FrameType, did: str, silent_seconds: float, phase: str) -> None:
         """Report the hang, print every thread's stack, and kill this process."""
         stack = _without_command(traceback.extract_stack(frame))
-        is_peer = frame.f_code.co_filename.startswith(self._waiting_in)
-        did = "waited for the others" if is_peer else "hung"
         reason = " ".join(f"rank {self._rank} {did} for {silent_seconds:.0f} s {phase}".split())
         if self._waits_for:
             reason += f", waiting for {self._waits_for}"
@@ -202,6 +210,19 @@ class Watchdog:
         _try_for_seconds([print_stacks])
         # Nothing can wake a thread that hangs in C code, so only SIGKILL surely ends the process.
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_busy(device: torch.device) -> bool:
+    """Return whether a GPU has not done all that was launched on it, or does not answer.
+
+    A CPU never is.
+    """
+    if device.type != "cuda":
+        return False
+    answers: list[bool] = []
+    # A thread that waits in the driver may keep others out of it.
+    _try_for_seconds([lambda: answers.append(torch.cuda.current_stream(device).query())])
+    return answers != [True]
 
 
 def _without_command(stack: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
