@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 
@@ -36,6 +37,11 @@ def test_ranks_with_different_data_end_at_once_with_one_message(
     (error,) = [line for line in output.splitlines() if line.startswith("error:")]
     ended = last_end(rankzero.runs[-1])
     assert ended.status == "FAILED" and says in ended.reason and says in error
+    for rank in (0, 1):
+        failure = json.loads((rankzero.runs[-1].failures / f"rank_{rank}.json").read_text())
+        assert says in failure["reason"] and failure["rank"] == (
+            1 if happens == "raise 1" else rank
+        )
     assert "Traceback" not in output
     assert time.monotonic() - begun < 60
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from rankzero import ranks as launcher
 from rankzero.events import Evaluated, Event, StepsLogged
 from rankzero.experiment import Experiment
 from rankzero.launch import agent
+from rankzero.launch.failures import Failure
 from rankzero.launch.request import JobRequest
 from rankzero.launch.signals import SignalForwarder
 from rankzero.training import final_test, worker
 from rankzero.training.build import build
 from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints
+from rankzero.training.distributed import peers
 from rankzero.training.distributed.world import World, join
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.loop import fit
@@ -90,6 +93,22 @@ def main(request: tuple[str, list[Case]]) -> str:
             if ranks.first:
                 (folder / case.name / "seen.json").write_text(json.dumps(seen))
     faulthandler.cancel_dump_traceback_later()
+    return "FINISHED"
+
+
+def hears_of_a_failure(folder: str) -> str:
+    """Let rank 1 report a failure, and rank 0 wait, but in no collective, until it has heard."""
+    ranks, written = launcher.detect(), Path(folder) / "rank_0.json"
+    deadline = time.monotonic() + HANG_SECONDS
+    with (
+        join(ranks, torch.device("cpu")) as world,
+        peers.watching(world, Path(folder), lambda: True, look_seconds=0.02),
+    ):
+        if not ranks.first:
+            reason = "ValueError: no label (data.py, line 12)"
+            world.report_failure(Failure(time.time(), ranks.rank, reason, "trace"))
+        while ranks.first and not written.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
     return "FINISHED"
 
 

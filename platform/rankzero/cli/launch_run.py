@@ -144,7 +144,7 @@ def _with_half_the_micro_batch(plan: LaunchPlan) -> tuple[int, Experiment] | Non
     first = failures.first(plan.folder.failures)
     if first is None or first.kind is not failures.FailureKind.OUT_OF_MEMORY:
         return None
-    # With several machines, only one of them knows why the ranks ended.
+    # With several machines, a command may not know why the ranks of another one ended.
     if train.limits.oom == "fail" or not topology.machines.alone or train.strategy == "pp":
         return None
     size = micro_batch_size(train, ranks.shards(train.strategy, topology.processes))

@@ -68,17 +68,21 @@ class Failure:
 
 
 class DescribedError(Exception):
-    """A failure of another process, which has described it: its exception may not be sent."""
+    """A failure of another process, which has described it: its exception may not be sent.
 
-    def __init__(self, failure: Failure) -> None:
+    `of_peer`: that process is another rank, and not one that loads data for this one.
+    """
+
+    def __init__(self, failure: Failure, *, of_peer: bool = False) -> None:
         super().__init__(failure.reason)
-        self.failure = failure
+        self.failure, self.of_peer = failure, of_peer
 
 
 def describe(error: BaseException, rank: int) -> Failure:
     """Return the failure behind an exception, its texts without secrets: MLflow gets them."""
     if isinstance(error, DescribedError):
-        return dataclasses.replace(error.failure, time=time.time(), rank=rank)
+        found = error.failure.rank if error.of_peer else rank
+        return dataclasses.replace(error.failure, time=time.time(), rank=found)
     trace = text_without_secrets("".join(traceback.format_exception(error)))
     return Failure(time.time(), rank, text_without_secrets(reason(error)), trace, _kind(error))
 
@@ -114,8 +118,11 @@ def parse(fields: Mapping[str, Any]) -> Failure:
     return Failure(**{**fields, "kind": kinds.get(fields.get("kind", ""), FailureKind.OTHER)})
 
 
-def write(failure: Failure, folder: Path) -> None:
-    """Write ``<folder>/rank_<r>.json`` without secrets: MLflow gets it. Ignore a full disk."""
+def write(failure: Failure, folder: Path, writer: int | None = None) -> None:
+    """Write ``<folder>/rank_<r>.json`` without secrets: MLflow gets it. Ignore a full disk.
+
+    `writer`: the rank that writes, if the failure may be another one's.
+    """
     redacted = dataclasses.replace(
         failure,
         reason=text_without_secrets(failure.reason),
@@ -124,7 +131,8 @@ def write(failure: Failure, folder: Path) -> None:
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(dataclasses.asdict(redacted))
-        write_atomically(folder / f"rank_{failure.rank}.json", text)
+        rank = failure.rank if writer is None else writer
+        write_atomically(folder / f"rank_{rank}.json", text)
 
 
 def forget(folder: Path, rank: int) -> None:

@@ -86,6 +86,9 @@ def tracked(
         error = failure.error
         status: Status = "KILLED" if isinstance(raised, KeyboardInterrupt) else "FAILED"
         lifecycle.outcome = AttemptOutcome(status, failure.reason)
+        if failure.rank != world.ranks.rank:
+            # The command of this machine reads this rank's failure.
+            raise failures.DescribedError(failure, of_peer=True) from raised
         raise
     finally:
         # A failure in data() or model() comes before the start.

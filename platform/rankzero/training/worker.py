@@ -29,7 +29,7 @@ from rankzero.training.build import build
 from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints, unlogged
 from rankzero.training.data import digest, sets, stream
-from rankzero.training.distributed import device
+from rankzero.training.distributed import device, peers
 from rankzero.training.distributed.watchdog import Watchdog, is_busy, setup_seconds
 from rankzero.training.distributed.world import World, join
 from rankzero.training.job import State, TrainingContext
@@ -64,7 +64,8 @@ def main(request: JobRequest) -> str:
         return status
     except BaseException as error:
         _exit_in_time(1)
-        failures.write(failures.describe(error, ranks.rank), Path(request.failures))
+        found = failures.describe(error, ranks.rank)
+        failures.write(found, Path(request.failures), ranks.rank)
         if isinstance(error, SystemExit):
             raise
         # Do not let torchrun see the exception. It would write it into logs/ with all secrets, and
@@ -114,7 +115,10 @@ def attempt(
     watched.enter_context(watchdog.watching())
     world.extend_timeouts()
     totals = RunTotals()
-    with lifecycle.tracked(log, experiment, request.environment, world, totals) as run:
+    with (
+        lifecycle.tracked(log, experiment, request.environment, world, totals) as run,
+        peers.watching(world, log.folder.failures, watchdog.may_be_ended),
+    ):
         job, state = build(experiment, world)
         device.forget_peak_memory(world)
         restore.newest(log.folder.checkpoints, job, state, log.notice, required=resumes)
@@ -188,6 +192,8 @@ def _train(
 ) -> AttemptOutcome:
     stop.limit_minutes(job.experiment.train.limits.max_minutes)
     checkpoints = _checkpoints(job, log) if job.world.ranks.first else None
+    if checkpoints is not None:
+        watchdog.is_saving = checkpoints.is_writing
     job = dataclasses.replace(
         job,
         beat=watchdog.beat,

@@ -302,14 +302,15 @@ def test_doctor_shows_failures_delivery_and_logs(
         file.write("torn\n")
     append(folder, ended("FAILED", "ValueError: bad", error="Traceback\nValueError: bad"))
     folder.failures.mkdir()
-    for rank, moment in ((1, 5.0), (0, 6.0)):
+    # Rank 3 has written the failure of rank 1, which it only saw.
+    for writer, rank, moment in ((1, 1, 5.0), (0, 0, 6.0), (3, 1, 4.0)):
         left = {
             "time": moment,
             "rank": rank,
             "reason": f"rank {rank} says no",
             "error": "File x\nValueError: bad",
         }
-        (folder.failures / f"rank_{rank}.json").write_text(json.dumps(left))
+        (folder.failures / f"rank_{writer}.json").write_text(json.dumps(left))
     (folder.failures / "rank_2.json").write_text("[")
     delivery.save(
         delivery.path_of(folder, 0),
@@ -346,6 +347,7 @@ def test_doctor_shows_failures_delivery_and_logs(
     ):
         assert words in output, (words, output)
     assert "hunter2" not in output and "Traceback (most" not in output
+    assert output.count("rank 1 says no") == 1
 
 
 @pytest.mark.parametrize(

@@ -100,8 +100,10 @@ def _failures(folder: RunFolder) -> Iterator[str]:
             fields = json.loads(_end_of(path))
             what = str(fields["reason"]), str(fields["error"])
             found.append((float(fields["time"]), int(fields["rank"]), *what))
-    for number, (_, rank, reason, error) in enumerate(sorted(found)):
-        first = ", the first" if number == 0 and len(found) > 1 else ""
+    # Other ranks write the first one's failure, too.
+    by_rank = {one[1]: one for one in sorted(found, reverse=True)}
+    for number, (_, rank, reason, error) in enumerate(sorted(by_rank.values())):
+        first = ", the first" if number == 0 and len(by_rank) > 1 else ""
         yield f"rank {rank}{first}: {escape(_one_line(reason))}"
         if number == 0:
             yield from _traceback(error)

@@ -119,6 +119,11 @@ class Checkpoints:
         self.blocked_seconds += time.perf_counter() - begun
         return None if self._pending.done() else self._last[1]
 
+    def is_writing(self) -> bool:
+        """Return whether a write has not ended. Any thread may call this."""
+        pending = self._pending
+        return pending is not None and not pending.done()
+
     def bytes_moved(self) -> int:
         """Return how much the thread has read and written. Linux only, else 0."""
         # Not the size of the file: its sync and its checksum may take as long as its bytes. Each

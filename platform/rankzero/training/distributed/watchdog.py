@@ -96,6 +96,8 @@ class Watchdog:
         self._interval = min((self._limit or 0.0) / CHECKS, MOST_BETWEEN)
         # The time of the last check, and the seconds of stops until then. Two threads read it.
         self._looked = math.inf, 0.0
+        self.is_saving: Callable[[], bool] = lambda: False
+        """Whether a checkpoint is being written, which the end of this rank would lose."""
 
     def beat(self, waits_for: str = "") -> None:
         """Report progress. Costs a tenth of a microsecond.
@@ -109,6 +111,10 @@ class Watchdog:
     def expect_slow_step(self) -> None:
         """Allow the next step as long as the first."""
         self._last, self._beats = time.monotonic(), 0
+
+    def may_be_ended(self) -> bool:
+        """Return whether this rank neither ends by itself nor writes a checkpoint."""
+        return self._phase != ENDING and not self.is_saving()
 
     def suspended_seconds(self) -> float:
         """Return for how long Ctrl-Z, a scheduler or the like has stopped this whole process."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import time
@@ -32,6 +33,8 @@ SETUP_TIMEOUT = datetime.timedelta(minutes=30)
 TRAINING_TIMEOUT = datetime.timedelta(days=1)
 # How long a failing peer may take to report why.
 FAILURE_SECONDS = 2.0
+# Between two looks for a peer's failure.
+LOOK_SECONDS = 1.0
 _FAILURE_KEY = "rankzero/failure"
 
 
@@ -145,6 +148,17 @@ class World:
             store = torch_compat.default_store()
             if store is not None:
                 store.compare_set(_FAILURE_KEY, "", json.dumps(dataclasses.asdict(failure)))
+        if self.device.type == "cuda" and self.ranks.node_count > 1:
+            # The end of this rank may let NCCL kill others. They look for the reason until then.
+            time.sleep(2 * LOOK_SECONDS)
+
+    def failure_reader(self) -> Callable[[], Failure | None] | None:
+        """Return what gets the first failure of any rank, for one other thread; None if alone."""
+        store = torch_compat.default_store() if self.is_distributed else None
+        if store is None:
+            return None
+        # A connection of its own: a thread that waits for an answer keeps the others out.
+        return functools.partial(_failure_in, store.clone())
 
     def first_failure(self) -> Failure | None:
         """Return the failure that another rank reported, after a short wait, or None."""
@@ -153,10 +167,16 @@ class World:
             store = torch_compat.default_store()
             deadline = time.monotonic() + FAILURE_SECONDS
             while store is not None and time.monotonic() < deadline:
-                if store.check([_FAILURE_KEY]):
-                    return failures.parse(json.loads(store.get(_FAILURE_KEY)))
+                if (found := _failure_in(store)) is not None:
+                    return found
                 time.sleep(0.1)
         return None
+
+
+def _failure_in(store: Any) -> Failure | None:
+    if not store.check([_FAILURE_KEY]):
+        return None
+    return failures.parse(json.loads(store.get(_FAILURE_KEY)))
 
 
 @contextlib.contextmanager
