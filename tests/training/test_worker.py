@@ -5,18 +5,24 @@ from __future__ import annotations
 import dataclasses
 import math
 import multiprocessing
+import re
+import signal
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from rankzero.launch import failures
+from rankzero.launch.failures import FailureKind
 from rankzero.launch.request import JobRequest
 from rankzero.ranks import Ranks
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.training import improvement, worker
 from rankzero.training.build import build
+from rankzero.training.distributed import device
 from rankzero.training.distributed.world import World
 from rankzero.training.stop import StopCode
 from support.paths import FIXTURES
@@ -48,6 +54,27 @@ def test_rank_0_of_a_trial_alone_writes_its_beat(tmp_path: Path) -> None:
 
 def request(environment: dict[str, str]) -> JobRequest:
     return JobRequest("", "", "", Identity("", "", "", ""), environment, "")
+
+
+def sleeps(_ranks: Ranks) -> torch.device:
+    time.sleep(600)
+    raise AssertionError
+
+
+def test_a_driver_that_does_not_answer_ends_the_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "choose", sleeps)
+    monkeypatch.setenv("RANKZERO_SETUP_SECONDS", "0.2")
+    limits = "train: {limits: {hang_minutes: 0.0005}}"
+    asked = dataclasses.replace(request({}), config=limits, failures=str(tmp_path))
+    rank = multiprocessing.get_context("fork").Process(target=worker.main, args=(asked,))
+    rank.start()
+    rank.join(60)
+    assert rank.exitcode == -signal.SIGKILL
+    failure = failures.first(tmp_path)
+    assert failure is not None and failure.kind == FailureKind.HANG
+    assert re.match(r"rank 0 hung for 0 s in set-up \(.*, in sleeps\)", failure.reason)
 
 
 def test_a_stream_without_a_length_gives_notice_that_it_has_one_epoch() -> None:

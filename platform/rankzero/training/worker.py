@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ from rankzero.experiment import Experiment
 from rankzero.launch import failures
 from rankzero.launch.request import OUT_OF_MEMORY, JobRequest, keep_for_helper
 from rankzero.launch.signals import unblocks_itself
+from rankzero.ranks import Ranks
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.scalars import shown
@@ -57,7 +59,9 @@ def main(request: JobRequest) -> str:
         trial = RunFolder(Path(request.runs) / request.identity.name) if request.is_trial else None
         handle_signals(stop, trial.pruned if trial else None)
         end_with_launcher(stop)
-        with contextlib.ExitStack() as watched, join(ranks, device.choose(ranks)) as world:
+        with contextlib.ExitStack() as watched, contextlib.ExitStack() as joined:
+            with _start_watched(request, ranks):
+                world = joined.enter_context(join(ranks, device.choose(ranks)))
             stop.is_training = True
             status = attempt(request, world, stop, watched).status
         _exit_in_time(0)
@@ -73,6 +77,14 @@ def main(request: JobRequest) -> str:
         raise SystemExit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1) from None
     finally:
         stop.is_training = False
+
+
+def _start_watched(request: JobRequest, ranks: Ranks) -> contextlib.AbstractContextManager[None]:
+    """End this rank if its GPU or the other ranks do not answer, as `attempt` does later."""
+    # This command's own limit: rank 0's comes with the others.
+    minutes = config.read_yaml(request.config).get("train.limits.hang_minutes")
+    write = functools.partial(failures.write, folder=Path(request.failures))
+    return Watchdog(minutes, ranks.rank, [write], setup_seconds=setup_seconds()).watching()
 
 
 def _exit_in_time(code: int, seconds: float = EXIT_SECONDS) -> None:

@@ -43,8 +43,10 @@ _SETUP = "RANKZERO_SETUP_SECONDS"
 REPORT_SECONDS = 5.0
 
 _TORCH = Path(torch.__file__).parent
+_CUDA = f"{_TORCH / 'cuda'}{os.sep}"
 WAITING_IN = (
-    *(f"{_TORCH / name}{os.sep}" for name in ("distributed", "autograd", "nn/parallel", "cuda")),
+    *(f"{_TORCH / name}{os.sep}" for name in ("distributed", "autograd", "nn/parallel")),
+    _CUDA,
     world.__file__,
     window.__file__,
 )
@@ -185,11 +187,14 @@ class Watchdog:
 
     def _waits(self, frame: FrameType, is_late: bool) -> str:
         """Return how to say that the main thread waits, or "" if it does not."""
-        if frame.f_code.co_filename.startswith(self._waiting_in):
+        file = frame.f_code.co_filename
+        on_gpu = file.startswith(_CUDA)
+        if file.startswith(self._waiting_in) and not on_gpu:
             return "waited for the others"
         # Under NCCL a rank waits wherever its code next reads a value from the GPU, or launches
         # more than fits into the GPU's queue.
-        return "waited for its GPU, or the others," if is_late and self._is_gpu_busy() else ""
+        waits_for_gpu = on_gpu or (is_late and self._is_gpu_busy())
+        return "waited for its GPU, or the others," if waits_for_gpu else ""
 
     def _end_process(self, frame: FrameType, did: str, silent_seconds: float, phase: str) -> None:
         """Report the hang, print every thread's stack, and kill this process."""
