@@ -60,6 +60,30 @@ def test_a_lost_rank_is_named_in_plain_words(
     assert (failures.reason(RuntimeError(text)) == lost) == is_lost
 
 
+LATE = "; a GPU reports errors late: CUDA_LAUNCH_BLOCKING=1 shows the line that made it"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously",
+            f"CUDA error: device-side assert triggered{LATE}",
+        ),
+        ("CUDA error: out of memory\nCompile with", "CUDA error: out of memory"),
+        ("\nshapes differ\nby one", "shapes differ"),
+        (
+            'Error(s) in loading Net:\n\tMissing key: "a".\n\tx',
+            'Error(s) in loading Net: Missing key: "a".',
+        ),
+        ("", ""),
+    ],
+)
+def test_a_reason_is_one_line_and_the_error_has_the_rest(text: str, says: str) -> None:
+    found = failures.describe(RuntimeError(text), 0)
+    assert found.reason == f"RuntimeError: {says}".rstrip(": ") and text in found.error
+
+
 def test_the_kind_comes_from_the_cause_that_a_traceback_shows() -> None:
     def failed(suppressed: bool) -> BaseException:
         try:

@@ -97,9 +97,18 @@ def reason(error: BaseException) -> str:
         several = here.local_world_size < here.world_size
         lost = "another rank's process or machine, or the network between them, was lost"
         return f"{lost}{where if several else ''}"
-    text = f"{type(error).__name__}: {error}".rstrip(": ")
+    text = f"{type(error).__name__}: {_first_line(error)}".rstrip(": ")
     place = place_of(traceback.extract_tb(error.__traceback__))
-    return f"{text} ({place})" if place else text
+    late = ""
+    if "CUDA error: " in text and _kind(error) == FailureKind.OTHER:
+        late = "; a GPU reports errors late: CUDA_LAUNCH_BLOCKING=1 shows the line that made it"
+    return (f"{text} ({place})" if place else text) + late
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of an exception's text, and the next one if it only introduces that."""
+    first, *rest = str(error).strip().split("\n", 2)
+    return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first
 
 
 def shows_lost_rank(error: BaseException) -> bool:
