@@ -46,6 +46,12 @@ def test_values_on_the_host_are_summed_on_the_device(monkeypatch: pytest.MonkeyP
     assert World(Ranks(), device).sum(alone) is alone and len(summed) == 1
 
 
+def test_a_rank_alone_does_not_ask_its_device_for_agreement() -> None:
+    # A device without memory gives no answers.
+    alone = World(Ranks(), torch.device("meta"))
+    assert alone.all(True) and not alone.all(False)
+
+
 def test_buffers_of_any_strides_are_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
     wire: list[Tensor] = []
 

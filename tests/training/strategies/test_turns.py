@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from rankzero.errors import UserError
 from rankzero.ranks import Ranks
 from rankzero.training.distributed.world import World
 from rankzero.training.optimization.optimizers import learning_rates, of, set_lr
+from rankzero.training.strategies.base import Shard
+from rankzero.training.strategies.replicated import Replicated
 from support import two_ranks
 from support.paths import FIXTURES
 from support.two_ranks import Case, attempted, launched, seen
@@ -45,6 +49,23 @@ ODD_CASES = [*itertools.product(("ddp", "zero1"), ODD), ("fsdp", "held")]
 
 def case(name: str, stop_at: int | None = None, **changes: Any) -> Case:
     return Case(name, changes, stop_at, file=ADVERSARIAL)
+
+
+def test_gradients_of_a_turn_are_averaged_without_a_copy_from_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU, the host would wait for it in each turn."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    monkeypatch.setattr(dist, "all_reduce", lambda values: values.mul_(3))
+    monkeypatch.setattr(Tensor, "new_tensor", lambda *_: pytest.fail("a copy from the host"))
+    world = World(Ranks(0, 2), torch.device("cpu"))
+    strategy = Replicated(model, model, optimizer, Shard(0, 2), world)
+    strategy.average_gradients(optimizer)
+    found = [p.grad.unique().tolist() for p in model.parameters() if p.grad is not None]
+    assert found == [[1.5], [1.5]]
 
 
 @pytest.fixture(scope="module")

@@ -82,6 +82,9 @@ class World:
 
     def all(self, answer: bool) -> bool:
         """Return whether every rank's `answer` is true. Collective, not for each report."""
+        # Alone, no question to the device: it would wait for all of its work.
+        if not self.is_distributed:
+            return answer
         answers = torch.tensor([answer], dtype=torch.int64, device=self.device)
         return int(self.sum(answers)) == self.size
 

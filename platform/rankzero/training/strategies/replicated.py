@@ -101,7 +101,9 @@ class Replicated:
             return
         # A parameter may have a gradient on some ranks only: these have 1 in `found`.
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-        found = gradients[0].new_tensor([p.grad is not None for p in trained])
+        has = [p.grad is not None for p in trained]
+        # A copy from the host would wait for the device.
+        found = gradients[0].new_ones(len(has)) if all(has) else gradients[0].new_tensor(has)
         averages = self.world.sum(torch.cat([*(one.flatten() for one in gradients), found]))
         averages /= self.world.size
         *parts, found = averages.split([*(one.numel() for one in gradients), len(trained)])
