@@ -216,6 +216,7 @@ def state_dict(job: TrainingContext, state: State) -> dict[str, Any]:
         **({} if state.average is None else state.average.state()),
         "scaler": None if scaler is None else scaler.state_dict(),
         "randoms": randoms,
+        "replica_randoms": rng.states_of_replicas(job.experiment.train.strategy),
         "model_randoms": job.model_randoms,
         "layout": strategies.layout(job.experiment.train.strategy, job.world.size),
         "options": state.options,

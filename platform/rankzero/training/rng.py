@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -65,3 +66,16 @@ def restore(states: Tensor, device: torch.device) -> None:
     *keys, position, has_gauss, gauss = _NUMPY.unpack(bytes(numpy.tolist()))
     keys_array = np.array(keys, dtype=np.uint32)
     np.random.set_state(("MT19937", keys_array, position, has_gauss, gauss))
+
+
+def states_of_replicas(strategy: str) -> list[Tensor]:
+    """Return the states of the GPUs after the first, on which DataParallel has replicas."""
+    count = torch.cuda.device_count() if strategy == "dp" else 0
+    return [torch.cuda.get_rng_state(index) for index in range(1, count)]
+
+
+def restore_replicas(states: Sequence[Tensor], strategy: str) -> None:
+    """Set the GPUs to what `states_of_replicas` returned, if there are as many as then."""
+    if strategy == "dp" and 1 + len(states) == torch.cuda.device_count():
+        for index, one in enumerate(states, 1):
+            torch.cuda.set_rng_state(one, index)

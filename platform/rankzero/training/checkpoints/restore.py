@@ -184,9 +184,16 @@ def apply(saved: dict[str, Any], job: TrainingContext, state: State) -> None:
     state.evaluations_since_best = saved.get("evaluations_since_best", 0)
     for factor in saved.get("lr_reductions", ()):
         state.reduce_lr(factor)
+    _set_random_states(saved, job, state)
+
+
+def _set_random_states(saved: dict[str, Any], job: TrainingContext, state: State) -> None:
     layout = _layout(job)
     if saved.get("layout", layout) == layout and len(saved["randoms"]) == job.world.size:
         rng.restore(saved["randoms"][job.world.ranks.rank], job.world.device)
+        # Older checkpoints have no "replica_randoms".
+        replicas = saved.get("replica_randoms", ())
+        rng.restore_replicas(replicas, job.experiment.train.strategy)
     else:
         # No saved random stream belongs to this rank. Ranks of one shard must draw the same.
         rng.seed_all(job.batch_order.seed, 1 + job.strategy.shard.rank, state.step)
