@@ -188,7 +188,7 @@ def main() -> None:
     turns = train(adversarial("single"), single)
     with tempfile.TemporaryDirectory() as folder, GROUP:
         rendezvous.use_folder(folder)
-        with join(ranks, place) as world:
+        with join(ranks, lambda _: place) as world:
             found["world"] = collectives(world)
             for strategy in ("ddp", "zero1", "fsdp"):
                 given = {how: resnet(strategy, how) for how in alone}

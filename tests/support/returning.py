@@ -93,7 +93,7 @@ def meet(folder: str) -> str:
 
     ``listening.json`` has [address, port, number of keys if it is a TCPStore] of each socket.
     """
-    with join(ranks.detect(), torch.device("cpu")) as world:
+    with join(ranks.detect(), lambda _: torch.device("cpu")) as world:
         world.sum(torch.ones(1))
         if world.ranks.first:
             launcher = psutil.Process(os.getppid()).parent()

@@ -65,7 +65,7 @@ def namespaces() -> None:
 def add_up(name: str) -> str:
     """Add the ranks up; return the sum. Every rank's worker calls it."""
     ranks = detect()
-    with join(ranks, torch.device("cpu")):
+    with join(ranks, lambda _: torch.device("cpu")):
         total = torch.tensor(ranks.rank + 1)
         dist.all_reduce(total)
     return f"{name} {int(total)} {os.environ['MASTER_ADDR']}"

@@ -87,7 +87,7 @@ def main(request: tuple[str, list[Case]]) -> str:
     # No watchdog watches these ranks. Rank 0 ends them, after the others have printed.
     seconds = HANG_SECONDS + 10 * ranks.first
     faulthandler.dump_traceback_later(seconds, exit=ranks.first)
-    with join(ranks, torch.device("cpu")) as world:
+    with join(ranks, lambda _: torch.device("cpu")) as world:
         for case in cases:
             seen = attempted(world, case, folder / case.name)
             if ranks.first:
@@ -101,7 +101,7 @@ def hears_of_a_failure(folder: str) -> str:
     ranks, written = launcher.detect(), Path(folder) / "rank_0.json"
     deadline = time.monotonic() + HANG_SECONDS
     with (
-        join(ranks, torch.device("cpu")) as world,
+        join(ranks, lambda _: torch.device("cpu")) as world,
         peers.watching(world, Path(folder), lambda: True, look_seconds=0.02),
     ):
         if not ranks.first:
@@ -115,7 +115,7 @@ def hears_of_a_failure(folder: str) -> str:
 def waits(request: JobRequest) -> str:
     """Train. Write the timeouts, in seconds, of this rank's process groups."""
     ranks = launcher.detect()
-    with contextlib.ExitStack() as watched, join(ranks, torch.device("cpu")) as world:
+    with contextlib.ExitStack() as watched, join(ranks, lambda _: torch.device("cpu")) as world:
         status = worker.attempt(request, world, StopRequest(), watched).status
         seconds = [
             group._get_backend(world.device).options._timeout.total_seconds()

@@ -111,7 +111,7 @@ def private_store(
 ) -> Any:
     """Return the store of this start of a job on one machine, a file in its private folder.
 
-    Return None without such a folder: on several machines, PyTorch opens its own store.
+    Return None without such a folder: `shared_store` is for several machines.
     """
     if not is_one_machine(environ):
         return None
@@ -121,6 +121,15 @@ def private_store(
     store = _distributed().FileStore(str(path), ranks.world_size)
     store.set_timeout(timeout)
     return store
+
+
+def shared_store(ranks: Ranks, timeout: datetime.timedelta) -> Any:
+    """Return the store of this start of a job on several machines, as PyTorch opens it itself."""
+    distributed = _distributed()
+    place = distributed.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout)
+    store, _, _ = next(place)
+    store.set_timeout(timeout)
+    return distributed.PrefixStore("default_pg", store)
 
 
 def is_one_machine(environ: Mapping[str, str] = os.environ) -> bool:

@@ -61,7 +61,7 @@ def main(request: JobRequest) -> str:
         end_with_launcher(stop)
         with contextlib.ExitStack() as watched, contextlib.ExitStack() as joined:
             with _start_watched(request, ranks):
-                world = joined.enter_context(join(ranks, device.choose(ranks)))
+                world = joined.enter_context(join(ranks, device.choose))
             stop.is_training = True
             status = attempt(request, world, stop, watched).status
         _exit_in_time(0)

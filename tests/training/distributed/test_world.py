@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rankzero.errors import UserError
-from rankzero.launch import agent
+from rankzero.launch import agent, rendezvous
 from rankzero.launch.agent import Topology
 from rankzero.launch.request import make_folder, request_for
 from rankzero.launch.signals import SignalForwarder
 from rankzero.ranks import Ranks
 from rankzero.run_store.folder import Identity
-from rankzero.training.distributed.world import World, join, world_of_process_group
+from rankzero.training.distributed.world import World, agreed_device, join, world_of_process_group
 from support.two_ranks import LAYERED, layered, waits
 
 
@@ -50,6 +51,46 @@ def test_a_rank_alone_does_not_ask_its_device_for_agreement() -> None:
     # A device without memory gives no answers.
     alone = World(Ranks(), torch.device("meta"))
     assert alone.all(True) and not alone.all(False)
+
+
+def chosen(*choices: str | Exception) -> list[str]:
+    """Return what each rank gets, or its error. `choices`: of each rank; a device, or an error."""
+    store, found = dist.HashStore(), [""] * len(choices)
+
+    def choose(ranks: Ranks) -> torch.device:
+        choice = choices[ranks.rank]
+        if isinstance(choice, Exception):
+            raise choice
+        return torch.device(choice)
+
+    def rank(number: int) -> None:
+        try:
+            found[number] = str(agreed_device(store, Ranks(number, len(choices)), choose))
+        except UserError as error:
+            found[number] = str(error)
+
+    threads = [threading.Thread(target=rank, args=(one,)) for one in range(len(choices))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def test_ranks_of_several_machines_agree_on_their_kind_of_device() -> None:
+    assert chosen("cuda:0", "cuda:1") == ["cuda:0", "cuda:1"]
+    for error in (differ := chosen("cuda:0", "cuda:1", "cpu")):
+        assert error.startswith("rank 0 on cuda and rank 2 on cpu cannot train together: let every")
+    assert len(differ) == 3
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_rank_without_a_device_ends_the_others_at_once(broken: int) -> None:
+    choices: list[str | Exception] = ["cuda:0", "cuda:0"]
+    choices[broken] = UserError("the driver is too old")
+    found = chosen(*choices)
+    assert found[broken] == "the driver is too old"
+    assert found[1 - broken] == f"rank {broken} has no device: the driver is too old"
 
 
 def test_buffers_of_any_strides_are_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,11 +143,17 @@ def test_scripts_group_has_a_device_that_its_backends_take(
     assert world is not None and world.device == torch.device(device) and world.ranks.rank == 1
 
 
-def test_several_gpus_without_nccl_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_gpus_without_nccl_are_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    rendezvous.use_folder(str(tmp_path), environment := dict[str, str]())
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     with (
-        pytest.raises(UserError, match="2 processes on GPUs need a PyTorch .* NCCL: .* --nproc 1"),
-        join(Ranks(0, 2), torch.device("cuda", 0)),
+        pytest.raises(UserError, match=r"2 processes on GPUs need a PyTorch .* NCCL: .* --nproc 1"),
+        join(Ranks(0, 2), lambda _: torch.device("cuda", 0)),
     ):
         pass
 

@@ -23,6 +23,7 @@ from rankzero.errors import UserError
 from rankzero.launch import failures, rendezvous
 from rankzero.launch.failures import Failure
 from rankzero.ranks import Ranks
+from rankzero.redaction.text import text_without_secrets
 from rankzero.training.distributed import torch_compat
 
 # A checkpoint may be larger than the free memory of a GPU, so it is sent in pieces.
@@ -35,7 +36,8 @@ TRAINING_TIMEOUT = datetime.timedelta(days=1)
 FAILURE_SECONDS = 2.0
 # Between two looks for a peer's failure.
 LOOK_SECONDS = 1.0
-_FAILURE_KEY = "rankzero/failure"
+_FAILURE_KEY, _DEVICE_KEY = "rankzero/failure", "rankzero/device"
+_AGREEMENT_KEY, _AGREED = "rankzero/devices", "agreed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,33 +185,69 @@ def _failure_in(store: Any) -> Failure | None:
 
 
 @contextlib.contextmanager
-def join(ranks: Ranks, device: torch.device) -> Iterator[World]:
-    """Join the job's other processes for the duration of the block. Collective."""
-    world = World(ranks, device)
-    if not world.is_distributed:
-        yield world
+def join(ranks: Ranks, choose: Callable[[Ranks], torch.device]) -> Iterator[World]:
+    """Join the job's other processes for the duration of the block. Collective.
+
+    `choose`: returns this rank's device. Raises UserError, as `agreed_device` does.
+    """
+    if ranks.world_size == 1:
+        yield World(ranks, choose(ranks))
         return
+    if rendezvous.is_one_machine():
+        rendezvous.keep_gloo_on_loopback()
+        device, store = choose(ranks), rendezvous.private_store(ranks, SETUP_TIMEOUT)
+    else:
+        store = rendezvous.shared_store(ranks, SETUP_TIMEOUT)
+        device = agreed_device(store, ranks, choose)
     on_gpu = device.type == "cuda"
     if on_gpu and not dist.is_nccl_available():
         raise UserError(
             f"{ranks.world_size} processes on GPUs need a PyTorch that is built with NCCL: install "
             "one, or use --nproc 1"
         )
-    if rendezvous.is_one_machine():
-        rendezvous.keep_gloo_on_loopback()
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        store=rendezvous.private_store(ranks, SETUP_TIMEOUT),
+        store=store,
         rank=ranks.rank,
         world_size=ranks.world_size,
         device_id=device if on_gpu else None,
         timeout=SETUP_TIMEOUT,
     )
-    yield world
+    yield World(ranks, device)
     # Only after success: a rank that failed must end, and not wait for peers that are gone.
     # Leaving while a peer still talks makes gloo abort the process (seen with PyTorch 2.15).
     dist.barrier()
     dist.destroy_process_group()
+
+
+def agreed_device(
+    store: Any, ranks: Ranks, choose: Callable[[Ranks], torch.device]
+) -> torch.device:
+    """Return this rank's device. Raises UserError on every rank if one has none, or another kind.
+
+    NCCL would wait for such a rank without a limit. Collective, but of the store alone.
+    """
+    try:
+        device = choose(ranks)
+    except Exception as error:
+        why = f"rank {ranks.rank} has no device: {failures.reason(error)}"
+        store.compare_set(_AGREEMENT_KEY, "", text_without_secrets(why))
+        store.set(f"{_DEVICE_KEY}/{ranks.rank}", "")
+        raise
+    store.set(f"{_DEVICE_KEY}/{ranks.rank}", device.type)
+    if ranks.first:
+        kinds = [store.get(f"{_DEVICE_KEY}/{rank}").decode() for rank in range(ranks.world_size)]
+        first = {kind: kinds.index(kind) for kind in kinds}
+        differ = " and ".join(f"rank {rank} on {kind}" for kind, rank in first.items())
+        why = (
+            f"{differ} cannot train together: let every machine have GPUs that work, or set "
+            "CUDA_VISIBLE_DEVICES= on each to train on the CPU"
+        )
+        store.compare_set(_AGREEMENT_KEY, "", why if len(first) > 1 else _AGREED)
+    found = store.get(_AGREEMENT_KEY).decode()
+    if found != _AGREED:
+        raise UserError(found)
+    return device
 
 
 def process_group_ranks() -> Ranks | None:

@@ -64,7 +64,7 @@ def main(request: ProfileRequest) -> str:
 
     ranks = launcher.detect()
     try:
-        with join(ranks, device.choose(ranks)) as world:
+        with join(ranks, device.choose) as world:
             found = _profile(request, world)
             if ranks.first:
                 text = json.dumps(dataclasses.asdict(found), indent=1)

@@ -88,7 +88,7 @@ def main(request: ProbeRequest) -> str:
 
     ranks = launcher.detect()
     try:
-        with join(ranks, device.choose(ranks)) as world:
+        with join(ranks, device.choose) as world:
             _measure_all(request, world)
     except BaseException as error:
         failures.write(failures.describe(error, ranks.rank), request.failures)
