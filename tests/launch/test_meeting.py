@@ -56,7 +56,7 @@ def test_machines_without_the_run_that_they_trained_begin_no_other(part: Part) -
 
 def meeting_of(machines: Machines, folder: RunFolder | None = None) -> Meeting:
     torch_compat.configure_environment()
-    made: Meeting = agent._handler(agent.Topology(1, machines=machines), folder)
+    made: Meeting = agent._handler(agent.Topology(1, machines=machines), folder, print)
     return made
 
 

@@ -51,7 +51,9 @@ def run_agent(folder: Path, observer: Observer) -> bool:
     logs = DefaultLogsSpecs(log_dir=str(folder / "logs"))
     torch_compat.configure_environment()
     fork_server.ensure_running()
-    spec = agent._worker_spec(topology, fail_once, str(folder), agent._handler(topology))
+    spec = agent._worker_spec(
+        topology, fail_once, str(folder), agent._handler(topology, None, print)
+    )
     try:
         # It must see by itself that a worker has failed, and that others have returned.
         return not ObservedAgent(spec, logs, observer, monitor_seconds=600).run().is_failed()
@@ -75,7 +77,7 @@ def test_stopped_agent_restarts_nothing(tmp_path: Path) -> None:
 
 def test_agent_sets_and_reads_the_restarts_that_are_overridden(tmp_path: Path) -> None:
     topology = agent.Topology(1, max_restarts=3)
-    spec = agent._worker_spec(topology, fail_once, "", agent._handler(topology))
+    spec = agent._worker_spec(topology, fail_once, "", agent._handler(topology, None, print))
     logs = DefaultLogsSpecs(log_dir=str(tmp_path))
     assert LocalElasticAgent(spec, logs)._remaining_restarts == 3
     assert ObservedAgent(spec, logs, Observer())._remaining_restarts == 3
@@ -127,7 +129,9 @@ def test_silent_connections_to_the_rendezvous_end(seconds: float, milliseconds: 
     """The kernel takes no more than a number of 31 bits. Settings do, such as "never"."""
     port = free_port()
     machines = Machines(1, 2, f"localhost:{port}", "job", "127.0.0.1")
-    handler = agent._handler(agent.Topology(1, machines=machines, silence_seconds=seconds))
+    handler = agent._handler(
+        agent.Topology(1, machines=machines, silence_seconds=seconds), None, print
+    )
     found = []
     for one in psutil.Process().net_connections("tcp"):
         if one.raddr and one.raddr.port == port:

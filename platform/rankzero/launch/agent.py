@@ -88,13 +88,11 @@ def run(
 ) -> LaunchResult:
     """Run `entry(request)` in every process of this machine; return how they ended.
 
-    `joined` gets this machine's number among the others before each start of its workers. The first
-    is the one that has the run: `folder` is where this machine keeps it. `notice` gets a line if
-    the others are as many machines as may train.
+    `joined` gets this machine's number before each start of its workers. The first machine is the
+    one that has the run, in `folder`. `notice` gets a line if this machine is one too many.
 
-    SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 to this process ask the workers to stop, at the
-    same step, and nothing is started again. A second signal ends them as an exception does; see
-    `SignalForwarder`. SIGQUIT kills them.
+    SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 to this process stop the workers for good, at the
+    same step. A second one ends them as an exception does (`SignalForwarder`). SIGQUIT kills them.
     """
     # Late: they import PyTorch.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
@@ -125,7 +123,6 @@ def run(
         what = "lost" if agent and agent.have_met else "did not find"
         return LaunchResult("FAILED", f"the machines {what} each other: {why}")
     except json.JSONDecodeError:
-        # The agent reads why a rank failed from a file, which is empty where the disk is full.
         return LaunchResult("FAILED", "a rank failed, and the disk was too full to write why")
     return _result_of(result, topology.machines)
 
@@ -133,11 +130,9 @@ def run(
 def _result_of(result: RunResult | None, machines: Machines) -> LaunchResult:
     """Return what the agent reports as a value that outlives it."""
     if result is None:
-        return LaunchResult(
-            "FAILED",
-            f"{machines.most} other machines trained {machines.job} at {machines.endpoint}, and "
-            "did not need this one: another training needs its own --rdzv-id and port",
-        )
+        others = f"{machines.most} other machines trained {machines.job} at {machines.endpoint}"
+        mend = "another training needs its own --rdzv-id and port"
+        return LaunchResult("FAILED", f"{others}, and did not need this one: {mend}")
     if not result.is_failed():
         return LaunchResult(str(result.return_values[min(result.return_values)]))
     codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
@@ -156,11 +151,7 @@ def _result_of(result: RunResult | None, machines: Machines) -> LaunchResult:
     )
 
 
-def _handler(
-    topology: Topology,
-    folder: RunFolder | None = None,
-    notice: Callable[[str], object] = lambda _: None,
-) -> Any:
+def _handler(topology: Topology, folder: RunFolder | None, notice: Callable[[str], object]) -> Any:
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
     from rankzero.launch import meeting

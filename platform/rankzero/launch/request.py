@@ -76,9 +76,8 @@ def request_for(
 def make_folder(runs: Path, identity: Identity, *, machines: Machines = ALONE) -> RunFolder:
     """Create the run folder.
 
-    With several machines on a shared disk, one creates it and the others use it, also a machine
-    that joins later. The run counts as alive while this process lives, until ranks start. Raises
-    UserError.
+    With several machines on a shared disk, one creates it and the others use it, now or later. The
+    run counts as alive while this process lives, until ranks start. Raises UserError.
     """
     try:
         folder = RunFolder.create(runs, identity)

@@ -64,8 +64,6 @@ class LearningCurve:
                     self.peaks[name] = max(value, self.peaks.get(name, value))
             case RunEnded():
                 self.ended = event
-            case _:
-                pass
 
     @property
     def best(self) -> float | None:

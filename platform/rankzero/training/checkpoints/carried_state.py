@@ -80,10 +80,7 @@ def _is_carried(leaf: Any) -> bool:
 
 
 def _attributes(job: TrainingContext, model: nn.Module) -> _Seen:
-    """Return the tensors and numbers that the experiment and the modules have outside of a state.
-
-    These are in plain attributes, or are buffers that are not persistent.
-    """
+    """Return the tensors and numbers in plain attributes, and in buffers that are not saved."""
     holders: dict[str, Any] = {"experiment": job.experiment, "model": model}
     holders |= {f"model.{name}": module for name, module in model.named_modules() if name}
     found: _Seen = {}

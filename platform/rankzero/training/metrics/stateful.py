@@ -62,10 +62,8 @@ class StatefulMetrics:
                         f"for each sample of the batch, got {found}: let collate() keep every "
                         "sample; an object of torchmetrics may get anything"
                     )
-            # Until the evaluation's end, a view would keep the whole output of the model. A CUDA
-            # graph writes the next batch's into the same memory.
-            args = tuple(arg.clone() for arg in args)
-            self._arguments[name].append(args)
+            # A view would keep the model's whole output, and a CUDA graph writes over it.
+            self._arguments[name].append(tuple(arg.clone() for arg in args))
             _check_rows(name, args, [one.shape[1:] for one in self._arguments[name][0]])
 
     def compute(self, counts: Sequence[int], source: int) -> dict[str, float]:

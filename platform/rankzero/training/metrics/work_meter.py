@@ -111,11 +111,9 @@ def of(experiment: Experiment, model: nn.Module, world: World, at: Progress) -> 
     # DataParallel uses all GPUs in one process.
     devices = gpu_count() if train.strategy == "dp" else world.size
     measure = without_stateful(experiment.measure, experiment.metrics().keys())
-    if takes_progress(experiment.measure):
-        places = [dataclasses.replace(at, turn=turn) for turn in experiment.turns or (None,)]
-        measures = [bound(measure, place) for place in places]
-    else:
-        measures = [measure]
+    places = [dataclasses.replace(at, turn=turn) for turn in experiment.turns or (None,)]
+    has_progress = takes_progress(experiment.measure)
+    measures = [bound(measure, place) for place in places] if has_progress else [measure]
     return WorkMeter(
         experiment.tokens if counts_tokens else None,
         ranks.shards(train.strategy, world.size) / world.size,

@@ -72,10 +72,7 @@ def refuse_others(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def check_steps_alone(optimizer: Any) -> None:
-    """Raise UserError if it is no optimizer, or if its step or its learning rate is its own.
-
-    A step of L-BFGS calls the loss itself.
-    """
+    """Raise UserError if it is no optimizer, or if its step or its learning rate is its own."""
     if not hasattr(optimizer, "param_groups"):
         raise UserError(
             f"optimizer() returned {_named(optimizer)}: return a torch.optim.Optimizer, or {{name: "

@@ -278,8 +278,7 @@ def _divided(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             "itself: use ddp or fsdp"
         )
     parameters = inspect.signature(kind).parameters
-    defaults = optimizer.defaults.items()
-    settings = {name: value for name, value in defaults if name in parameters}
+    settings = {name: value for name, value in optimizer.defaults.items() if name in parameters}
     try:
         return ZeroRedundancyOptimizer(
             optimizer.param_groups, kind, parameters_as_bucket_view=False, **settings
