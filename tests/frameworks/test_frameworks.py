@@ -361,21 +361,22 @@ from rankzero import Goal
 accelerator = Accelerator(log_with="rankzero", cpu=True)
 options = {"name": "r1", "offline": True, "goal": Goal("val/score", "max")}
 accelerator.init_trackers("mine", {}, {"rankzero": options})
-for step in range(1, 4):
-    accelerator.log({"train/loss": 1.0}, 2 * step)
-    accelerator.log({"val/score": [0.5, 0.75, 0.25][step - 1], "val/other": 1.0}, 2 * step)
-accelerator.log({"val/score": 1.0}, 2 * step + 1)  # as of each step
+for epoch, score in enumerate([0.5, 0.75, 0.25, 0.5]):
+    accelerator.log({"train/loss": 1.0}, GAP * epoch)
+    accelerator.log({"val/score": score, "val/other": 1.0}, GAP * epoch)
 accelerator.end_training()
 """
 
 
-def test_accelerates_goal_is_judged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gap", [1, 2])
+def test_accelerates_goal_is_judged(gap: int, tmp_path: Path) -> None:
     needs("accelerate")
-    (tmp_path / "script.py").write_text(GOAL)
+    (tmp_path / "script.py").write_text(GOAL.replace("GAP", str(gap)))
     code, output = run("script.py", tmp_path)
     assert code == 0 and "twice" not in output, output
     events = list(read_all(tmp_path / "mlruns/runs/r1/events.jsonl"))
     found = [(one.step, one.best) for one in events if isinstance(one, Evaluated)]
-    assert found == [(2, True), (4, True), (6, False)]
+    # Those of one second are judged together: all that were the best, and the newest.
+    assert found == [(0, True), (gap, True), (3 * gap, False)]
     (end,) = (one for one in events if isinstance(one, RunEnded))
-    assert end.metrics["best"] == 0.75
+    assert (end.metrics["best"], end.metrics["val/score"]) == (0.75, 0.5)

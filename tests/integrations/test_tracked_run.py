@@ -737,6 +737,19 @@ def test_evaluation_of_an_earlier_step_counts_once(capsys: pytest.CaptureFixture
     assert saved.best and saved.metrics == {"val/loss": 0.25, "val/acc": 0.75}
 
 
+def test_logged_values_of_the_goal_are_judged_if_an_adapter_asks_for_it() -> None:
+    with unrecorded(Goal("val/score", "max")) as run:
+        run.log({"val/score": 9.0}, 0)
+        assert run.step == 0
+        run.judge_logged()
+        for epoch, score in enumerate((0.5, 0.25, 0.75, 0.5, 0.125), 1):
+            run.log({"val/score": score, "loss": 1.0}, epoch)
+    found = [(one.step, one.best) for one in journal(run) if isinstance(one, Evaluated)]
+    assert found == [(1, True), (3, True), (5, False)]
+    end = journal(run)[-1].metrics
+    assert (end["best"], end["val/score"]) == (0.75, 0.125)
+
+
 @pytest.mark.parametrize("kind", ["even", "odd", "back"])
 def test_steps_of_a_metric_need_little_memory(kind: str) -> None:
     history = MetricHistory(Goal(), 1, lambda *_: None)

@@ -36,8 +36,6 @@ class RankZeroTracker(GeneralTracker):
     def __init__(self, experiment: str, **options: Any) -> None:
         self._run = DeferredRun(experiment, **options)
         self._is_new = True
-        self._judged_at = -2
-        """The step at which the goal's metric was logged last."""
         super().__init__()
 
     @property
@@ -63,18 +61,15 @@ class RankZeroTracker(GeneralTracker):
     def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
         """Log metrics and texts. Tensors stay on their device until the run reads them.
 
-        It reads the goal's metric at once, and judges it, unless each step logs it.
+        The run judges each value of the goal's metric when it reads it.
         """
         if step is not None and self._is_new:
             # Accelerate does not tell whether the steps of a second training go on.
             self._run.begin_training(0 if step <= self._run.begin().step else step, 0)
             self._is_new = False
+        if self._run.goal.metric in values:
+            self._run.begin().judge_logged()
         self._run.log(values, step)
-        if (goal := self._run.goal.metric) in values:
-            at, self._judged_at = self._judged_at, self._run.begin().step
-            # A value of each step would have each step wait for the device.
-            if self._judged_at - at > 1:
-                self._run.begin().evaluated({goal: values[goal]})
 
     def finish(self) -> None:
         """End the run. `Accelerator.end_training` calls it."""

@@ -72,6 +72,8 @@ class MetricHistory:
         self._goal, self._attempt, self._tell = goal, attempt, tell
         self.step = 0
         """The newest step so far."""
+        self.judges_rows = False
+        """Whether a row's value of the goal's metric is an evaluation."""
         self.best: float | None = None
         self.last: dict[str, float] = {}
         """The metrics of the last evaluation."""
@@ -151,9 +153,9 @@ class MetricHistory:
             )
         return self.step
 
-    def columns(self, rows: Iterable[Row], floats: Iterable[float]) -> list[StepsLogged]:
+    def columns(self, rows: Iterable[Row], floats: Iterable[float]) -> list[Event]:
         """Return the events of the rows. `floats`: all their values, in order."""
-        values = iter(floats)
+        values, judged = iter(floats), list[Evaluated]()
         # Rows of the same metrics are one event, which costs half of what an event each does.
         events: dict[tuple[str, ...], tuple[list[int], list[float], dict[str, list[float]]]] = {}
         for step, moment, metrics in rows:
@@ -165,7 +167,17 @@ class MetricHistory:
             times.append(moment)
             for name, value in new.items():
                 columns[name].append(value)
-        return [StepsLogged(*columns) for columns in events.values() if columns[2]]
+            if self.judges_rows and self._goal.metric in new:
+                self._judge(new[self._goal.metric], at, judged)
+        return [*(StepsLogged(*columns) for columns in events.values() if columns[2]), *judged]
+
+    def _judge(self, value: float, step: int, judged: list[Evaluated]) -> None:
+        """Add an evaluation to the best ones so far, in the place of one that is not the best."""
+        event, _, _ = self.evaluation({self._goal.metric: value}, step)
+        # A loop may log the goal's metric at each step.
+        if event is not None and judged and not judged[-1].best:
+            judged.pop()
+        judged += [] if event is None else [event]
 
     def evaluation(
         self, metrics: Mapping[str, float], step: int

@@ -20,7 +20,7 @@ class NullTrackedRun(TrackedRun):
     finish = tell = mlflow = log = log_metrics = log_metric = checkpoint = _nothing
     log_params = log_param = set_tags = set_tag = _nothing
     log_artifact = log_artifacts = log_text = log_dict = log_table = log_figure = _nothing
-    log_image = log_model = _nothing
+    log_image = log_model = judge_logged = _nothing
 
     def reopen(self) -> bool:
         return False

@@ -235,6 +235,11 @@ class TrackedRun:
                 return False
             return self._attempt.evaluated(self._read(metrics, snapshot, "metric"), step)[2]
 
+    def judge_logged(self) -> None:
+        """Judge each value of the goal's metric that `log` gets in this attempt."""
+        with self._lock:
+            self._attempt.history.judges_rows = True
+
     def had(self, names: Collection[str], step: int) -> bool:
         """Return whether earlier attempts logged any of these metrics last at this step."""
         with self._lock:
