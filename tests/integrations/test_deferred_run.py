@@ -72,6 +72,21 @@ def test_second_training_that_is_continued_keeps_its_steps() -> None:
     assert steps_and_ends(run)[0] == [4, 8, 10]
 
 
+def test_second_training_begins_behind_the_highest_step() -> None:
+    run = DeferredRun("mine", offline=True)
+    run.begin_training()
+    run.log({"loss": 1.0}, 4)
+    run.end()
+    run.log({"fold/accuracy": 0.5}, 0)
+    run.begin_training()
+    run.log({"epoch": 1.0}, 1)
+    run.log({"loss": 1.0}, 4)
+    run.begin_training()
+    run.log({"loss": 1.0}, 1)
+    run.end()
+    assert steps_and_ends(run)[0] == [4, 0, 5, 8, 9]
+
+
 def test_evaluation_after_the_training_is_the_final_one(capsys: pytest.CaptureFixture[str]) -> None:
     run = DeferredRun("mine", offline=True)
     run.begin_training()

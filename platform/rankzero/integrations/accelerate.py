@@ -65,7 +65,8 @@ class RankZeroTracker(GeneralTracker):
         """
         if step is not None and self._is_new:
             # Accelerate does not tell whether the steps of a second training go on.
-            self._run.begin_training(0 if step <= self._run.begin().step else step, 0)
+            begins = step <= self._run.begin().highest_step
+            self._run.begin_training(0 if begins else step, 0)
             self._is_new = False
         if self._run.goal.metric in values:
             self._run.begin().judge_logged()

@@ -87,7 +87,8 @@ class DeferredRun:
                 "finish() before the training, which continues it"
             )
         if self.has_trained and step == 0:
-            self.ahead = run.step
+            # The newest step may be that of a fold, or an epoch.
+            self.ahead = run.highest_step
         elif ahead is not None:
             self.ahead = ahead
         self.has_trained, self._is_over = True, False

@@ -86,6 +86,12 @@ class MetricHistory:
         self._evaluations: dict[int, tuple[dict[str, float], float]] = {}
         """The metrics and the time of each evaluation, by step."""
 
+    @property
+    def highest(self) -> int:
+        """The highest step so far, of earlier attempts too."""
+        steps = (series.step for series in self._series.values())
+        return max([self.step, *self._earlier.values(), *steps])
+
     def recall(self, events: Iterable[Event]) -> None:
         """Take the newest steps, and the best value under this goal, from earlier attempts."""
         notes_checkpoints = True

@@ -11,7 +11,7 @@ class NullTrackedRun(TrackedRun):
     """All methods but `latest` do nothing, at no cost."""
 
     name = folder = id = url = unless_ended = None
-    step = 0
+    step = highest_step = 0
 
     def __init__(self) -> None: ...
 

@@ -173,6 +173,14 @@ class TrackedRun:
                 self._attempt.flush()
             return self._attempt.history.step
 
+    @property
+    def highest_step(self) -> int:
+        """The highest step so far, of earlier attempts too; 0 on other ranks than 0."""
+        with self._lock:
+            if self._is_open:
+                self._attempt.flush()
+            return self._attempt.history.highest
+
     def __enter__(self) -> TrackedRun:
         self.is_owned = True
         return self
