@@ -6,12 +6,14 @@ import multiprocessing
 import pickle
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from rankzero.events import Evaluated, RunEnded, StepsLogged
 from rankzero.integrations.deferred_run import DeferredRun
+from rankzero.integrations.own_loop.tracked_run import OPEN
 from rankzero.run_store.journal import read_all
 from support.spawned import log_second_step
 
@@ -70,6 +72,34 @@ def test_second_training_that_is_continued_keeps_its_steps() -> None:
         run.log({"loss": 1.0}, step)
     run.end()
     assert steps_and_ends(run)[0] == [4, 8, 10]
+
+
+def test_training_ends_what_its_thread_has_left_open() -> None:
+    left, late, newest = (DeferredRun("mine", offline=True) for _ in range(3))
+    left.begin_training().unless_ended = RuntimeError("caught")
+    late.begin_training()
+    late.end()
+    late.log({"loss": 1.0}, 1)
+    newest.begin_training()
+    assert steps_and_ends(left)[1] == ["FAILED"]
+    assert steps_and_ends(late) == ([1], ["FINISHED"] * 2)
+    newest.end()
+    assert not OPEN
+
+
+def test_training_of_another_thread_is_not_ended() -> None:
+    run, other = DeferredRun("mine", offline=True), DeferredRun("mine", offline=True)
+
+    def train() -> None:
+        other.begin_training().unless_ended = RuntimeError("caught")
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    run.begin_training()
+    assert steps_and_ends(other)[1] == []
+    for one in (run, other):
+        one.end()
 
 
 def test_second_training_begins_behind_the_highest_step() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import threading
 from collections.abc import Mapping
 from multiprocessing.context import get_spawning_popen
 from typing import Any
@@ -11,7 +13,7 @@ from rankzero.errors import UserError
 from rankzero.experiment import Goal
 from rankzero.integrations.own_loop.logged_files import text_name
 from rankzero.integrations.own_loop.track import track
-from rankzero.integrations.own_loop.tracked_run import TrackedRun
+from rankzero.integrations.own_loop.tracked_run import OPEN, TrackedRun
 
 
 class DeferredRun:
@@ -28,7 +30,7 @@ class DeferredRun:
         """The process that began the run."""
         self.has_trained = False
         """Whether this process has begun a training."""
-        self._is_over = False
+        self.is_over = False
         """Whether the newest training has ended."""
         self.ahead = 0
         """By how much the steps of the run are ahead of those that the framework counts."""
@@ -80,7 +82,11 @@ class DeferredRun:
         Raises UserError in a fork of the process that has the run open: everything would be lost.
         """
         self.end_unreported()
+        for other in list(OPEN.values()):
+            if other is not self._run:
+                other.end_left()
         run = self.begin()
+        run.end_left = functools.partial(self._end_left, threading.get_ident())
         if run.name is not None and self._pid != os.getpid() and not run.reopen():
             raise UserError(
                 f"{run.name} is open in process {self._pid}, which forked this one: call the run's "
@@ -91,8 +97,15 @@ class DeferredRun:
             self.ahead = run.highest_step
         elif ahead is not None:
             self.ahead = ahead
-        self.has_trained, self._is_over = True, False
+        self.has_trained, self.is_over = True, False
         return run
+
+    def _end_left(self, thread: int) -> None:
+        """End a training of this thread whose exception was caught, or what came after one."""
+        # Another thread may be within its training.
+        if threading.get_ident() == thread:
+            self.end_unreported()
+            self.end_if_over()
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Log metrics at the framework's step. A text becomes an artifact in ``text/``."""
@@ -111,7 +124,7 @@ class DeferredRun:
 
         They may be those of the best weights, and the first value of a step counts.
         """
-        if self._is_over and self.begin().had(metrics, step + self.ahead):
+        if self.is_over and self.begin().had(metrics, step + self.ahead):
             return {f"final/{name}": value for name, value in metrics.items()}
         return metrics
 
@@ -123,9 +136,14 @@ class DeferredRun:
 
     def end(self, error: BaseException | None = None) -> None:
         """End the run, or its newest attempt: FINISHED, or as `error` demands."""
-        self._is_over = self.has_trained
+        self.is_over = self.has_trained
         if self._run is not None:
             self._run.finish(error)
+
+    def end_if_over(self) -> None:
+        """End the attempt of what came after a training, such as an evaluation."""
+        if self.is_over:
+            self.end()
 
     def end_unreported(self) -> None:
         """End a training whose end the framework has not reported, since it raised an exception."""

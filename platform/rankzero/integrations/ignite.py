@@ -111,6 +111,7 @@ class RankZeroHandler(BaseLogger):
             )
         self._evaluated_at = step
         self._run.evaluated(metrics, step)
+        self._run.end_if_over()
 
     def _exception(self, engine: Engine, error: BaseException) -> None:
         self._run.end(error)
