@@ -21,6 +21,8 @@ class RankZeroCallback(TrainerCallback):
 
     def __init__(self, experiment: str = "transformers", **options: Any) -> None:
         self._run = DeferredRun(experiment, **options)
+        self._evaluated: set[str] = set()
+        """What the newest log had of an evaluation, which `on_evaluate` gets again."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -40,15 +42,21 @@ class RankZeroCallback(TrainerCallback):
         logs: Mapping[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Log the trainer's metrics: ``loss`` as ``train/loss``."""
-        found = {
-            _grouped(name): value
+        """Log the trainer's metrics: ``loss`` as ``train/loss``, ``eval_loss`` as ``val/loss``."""
+        # A subclass logs values of an evaluation that `on_evaluate` does not get.
+        measured = {
+            name: value
             for name, value in (logs or {}).items()
-            if not name.startswith("eval_")
+            if name.startswith("eval_") or (self._run.is_over and name != "epoch")
+        }
+        found = {
+            _grouped(name): value for name, value in (logs or {}).items() if name not in measured
         }
         # An evaluation's own log has nothing else but the epoch, which the last step has logged.
         if found.keys() - {"train/epoch"}:
             self._begun(args).log(found, state.global_step)
+        self._log_evaluation(args, state, measured)
+        self._evaluated = {*measured}
 
     def on_evaluate(
         self,
@@ -58,10 +66,10 @@ class RankZeroCallback(TrainerCallback):
         metrics: Mapping[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Log ``eval_loss`` as ``val/loss``, and ``test_loss`` of a prediction as ``test/loss``."""
-        values = (metrics or {}).items()
-        found = {_grouped(name): value for name, value in values if name != "epoch"}
-        self._begun(args).evaluated(found, state.global_step)
+        """Log ``test_loss`` of a prediction as ``test/loss``, and what `on_log` did not get."""
+        known, self._evaluated = {"epoch", *self._evaluated}, set()
+        new = {name: value for name, value in (metrics or {}).items() if name not in known}
+        self._log_evaluation(args, state, new)
 
     on_predict = on_evaluate
 
@@ -70,6 +78,15 @@ class RankZeroCallback(TrainerCallback):
     ) -> None:
         """End the run."""
         self._run.end()
+
+    def _log_evaluation(
+        self, args: TrainingArguments, state: TrainerState, metrics: Mapping[str, Any]
+    ) -> None:
+        if metrics:
+            values = {_grouped(name): value for name, value in metrics.items()}
+            self._begun(args).evaluated(values, state.global_step)
+            # Transformers does not report that an evaluation after the training is over.
+            self._run.end_if_over()
 
     def _begun(self, args: TrainingArguments) -> DeferredRun:
         """Return the run. One that an evaluation starts has the arguments as params, too."""
