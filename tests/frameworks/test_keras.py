@@ -167,6 +167,53 @@ assert "torch" not in sys.modules
     assert not checkpoints(tmp_path)
 
 
+def test_evaluation_after_the_training_is_the_final_one(tmp_path: Path) -> None:
+    code, output = run(
+        script(
+            tmp_path,
+            """
+from rankzero.integrations.own_loop.tracked_run import OPEN
+
+model = example.convnet(4)
+train, val = example.digits(64)
+tracker = example.RankZeroCallback("after", checkpoints=False)
+model.fit(train, epochs=1, validation_data=val, callbacks=[tracker], verbose=0)
+model.evaluate(train, callbacks=[tracker], verbose=0)
+assert not OPEN
+""",
+        ),
+        tmp_path,
+    )
+    assert code == 0 and "earlier attempt" not in output, output
+    found = tracked(tmp_path)
+    assert found.status == "FINISHED"
+    assert steps_of(tmp_path, found, "val/loss") == [22]
+    assert steps_of(tmp_path, found, "final/val/loss") == [22]
+
+
+def test_evaluation_after_an_interrupted_fit_is_kept(tmp_path: Path) -> None:
+    code, output = run(
+        script(
+            tmp_path,
+            """
+model = example.convnet(4)
+train, val = example.digits(64)
+tracker = example.RankZeroCallback("interrupted", checkpoints=False)
+try:
+    model.fit(train, epochs=2, validation_data=val, callbacks=[tracker, Broken()], verbose=0)
+except ValueError:
+    pass
+model.evaluate(val, callbacks=[tracker], verbose=0)
+""",
+        ),
+        tmp_path,
+    )
+    assert code == 0, output
+    found = tracked(tmp_path)
+    assert found.status == "FAILED"
+    assert steps_of(tmp_path, found, "val/loss") == [22, 30]
+
+
 def test_callbacks_from_several_threads_lose_no_batch(tmp_path: Path) -> None:
     code, output = run(
         script(

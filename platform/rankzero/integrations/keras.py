@@ -52,15 +52,21 @@ class RankZeroCallback(keras.callbacks.Callback):
         self._before = self._seen = 0
         self._fits = False
 
+    def set_model(self, model: keras.Model) -> None:
+        """Note that a call of Keras begins: it calls this, but not for the validations of `fit`."""
+        super().set_model(model)
+        self._fits = False
+
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Start a run, with the settings of the model and its optimizer as params."""
         self._run.end_unreported()  # The `fit` before, if an exception ended it.
+        self._run.end()
         self._run = DeferredRun(self._experiment, **self._options)
         self._run.add_params({**_settings(self.model, self.params or {}), **self._given})
         self._before = self._seen = 0
         self._fits = True
         error = RuntimeError("fit was left before its end")
-        self._run.begin().unless_ended = error
+        self._run.begin_training().unless_ended = error
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Continue the numbers of the batches, also from an `initial_epoch`."""
@@ -104,7 +110,8 @@ class RankZeroCallback(keras.callbacks.Callback):
         """Log what `evaluate` has measured. `on_epoch_end` gets the metrics of a validation."""
         if not self._fits:
             metrics = {f"val/{name}": value for name, value in (logs or {}).items()}
-            self._run.begin().evaluated(metrics, self._before + self._seen)
+            self._run.evaluated(metrics, self._before + self._seen)
+            self._run.end_if_over()
 
     def _length(self) -> int | None:
         """Return the batches of an epoch, or None if they are not known before it ends."""
