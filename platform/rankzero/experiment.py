@@ -1,4 +1,6 @@
-"""The `Experiment` that a user writes: fields are settings, methods are pure factories. Pure.
+"""The `Experiment` that a user writes: fields are settings, methods are pure factories.
+
+All but `is_outdated` is pure.
 
 class Digits(Experiment):
     train: Train = Train(epochs=10, batch_size=256)
@@ -17,6 +19,8 @@ import dataclasses
 import inspect
 import math
 import numbers
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self, dataclass_transform
 
@@ -279,6 +283,8 @@ class Experiment:
     lr: float = 1e-3
     """The learning rate, at its highest; `train.schedule` scales it."""
     search: ClassVar[Mapping[str, Range]] = {}
+    _written: ClassVar[int | None] = None
+    """When the class's file was written, as it was imported."""
     lockstep: ClassVar[bool] = False
     """Whether all ranks evaluate equally many batches of equal size, for a `measure` that talks to
     other ranks. Fewer samples than there are ranks may be left out."""
@@ -307,6 +313,7 @@ class Experiment:
             ):
                 raise TypeError(f"{cls.__name__}.{field.name} needs a default value")
         _check_names(cls)
+        cls._written = _written(cls)
 
     def __post_init__(self) -> None:
         _require_groups(self)
@@ -482,6 +489,23 @@ def _require_groups(owner: Any) -> None:
         value = getattr(owner, name)
         if not isinstance(value, (kind, dataclasses.Field)):
             raise ConfigError(f"{name}: must be a {kind.__name__} such as {such_as}, got {value!r}")
+
+
+def is_outdated(cls: type[Experiment]) -> bool:
+    """Return whether a file that defines the class or a base was written since its import."""
+    return any(
+        issubclass(base, Experiment) and base._written != _written(base)
+        for base in cls.__mro__[: cls.__mro__.index(Experiment)]
+    )
+
+
+def _written(cls: type) -> int | None:
+    """Return when the file that defines a class was written; None without a file."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    try:
+        return None if file is None else os.stat(file).st_mtime_ns
+    except OSError:  # As of a module in a ZIP file.
+        return None
 
 
 def _check_names(cls: type[Experiment]) -> None:

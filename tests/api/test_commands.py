@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -303,6 +304,21 @@ def test_a_repeats_value_may_have_a_comma(called: list[str], tmp_path: Path) -> 
 
     rankzero.repeat(Tiny(), over={"width": [8, 16], "name": ["a,b"]}, dir=tmp_path)
     assert called[-2:] == ['--over=width=["8", "16"]', '--over=name=["a,b"]']
+
+
+def test_defaults_of_a_file_that_was_edited_since_its_import_do_not_replace_settings(
+    called: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    base, file = tmp_path / "edited_base.py", tmp_path / "edited_since.py"
+    base.write_text("import rankzero\n\nclass Base(rankzero.Experiment):\n    lr: float = 0.25\n")
+    file.write_text("from edited_base import Base\n\nclass Edited(Base):\n    width: int = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    edited = importlib.import_module("edited_since")
+    rankzero.train(edited.Edited(), dir=tmp_path)
+    assert "lr=0.25" not in called
+    base.write_text(base.read_text().replace("0.25", "0.5"))
+    rankzero.train(edited.Edited(), dir=tmp_path)
+    assert "lr=0.25" in called and "width=3" in called
 
 
 @pytest.mark.parametrize("over", [{"lr": 0.1}, {"name": "ab"}, "lr", [0.1]])

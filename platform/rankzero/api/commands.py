@@ -23,7 +23,7 @@ from rankzero import config, experiment_file
 from rankzero.api import notebook, results
 from rankzero.config.values import render
 from rankzero.errors import FAILED, FINISHED, NOT_DELIVERED, RESUMABLE, USAGE, RunFailed, UserError
-from rankzero.experiment import Experiment
+from rankzero.experiment import Experiment, is_outdated
 from rankzero.launch.request import with_secrets
 from rankzero.launch.signals import handled_signals
 from rankzero.mlflow_store.server import has_screen
@@ -239,7 +239,7 @@ def _reference_of(experiment: Experiment) -> str:
 
 
 def _words(verb: str, experiment: object) -> list[str]:
-    """Return a command line with the settings that differ from the class's defaults.
+    """Return a command line with the settings that differ from the defaults in the class's file.
 
     Raises UserError if it is no experiment.
     """
@@ -249,9 +249,10 @@ def _words(verb: str, experiment: object) -> list[str]:
             f"rankzero.{verb} takes an object of an experiment's class, such as {name}(), got "
             f"{experiment!r}"
         )
-    defaults = config.rendered(type(experiment)())
+    # The command imports the file as it is now, which may have other defaults.
+    defaults = {} if is_outdated(type(experiment)) else config.rendered(type(experiment)())
     settings = config.rendered(experiment).items()
-    changed = [f"{key}={text}" for key, text in settings if text != defaults[key]]
+    changed = [f"{key}={text}" for key, text in settings if text != defaults.get(key)]
     return [verb, _reference_of(experiment), *changed]
 
 
