@@ -45,6 +45,9 @@ class Two(Model):
 def fit(kind, epochs=2, ckpt_path=None, goal=None, logger=None, others=(), **options):
     logger = logger or RankZeroLogger("steps", name="r1", offline=True, goal=goal)
     callbacks = [*others, RankZeroCallback(logger), ModelCheckpoint("saved", save_last=True)]
+    return trained(kind, epochs, ckpt_path, logger, callbacks, **options)
+
+def trained(kind, epochs, ckpt_path, logger, callbacks, **options):
     options = {"limit_train_batches": 6, "limit_val_batches": 2, **options}
     trainer = Trainer(max_epochs=epochs, logger=logger, callbacks=callbacks, log_every_n_steps=1,
         enable_progress_bar=False, accelerator="cpu", enable_model_summary=False, **options)

@@ -8,7 +8,7 @@ import pytest
 
 from frameworks.examples import SECONDS, needs, run
 from frameworks.lightning_script import fitted, points
-from rankzero.events import Evaluated, Noticed, RunEnded, StepsLogged
+from rankzero.events import Evaluated, Noticed, RunEnded, RunStarted, StepsLogged
 from rankzero.run_store.journal import read_all
 
 pytestmark = pytest.mark.timeout(2 * SECONDS)
@@ -154,6 +154,51 @@ def test_validation_of_the_best_weights_after_the_training_is_kept(tmp_path: Pat
     found = points(events)
     for name in ("val/loss", "val_loss"):
         assert found[name] == {6: 1.0, 12: 1.0} and found[f"final/{name}"] == {12: 0.5}
+
+
+def test_hyperparameter_without_a_text_costs_only_itself(tmp_path: Path) -> None:
+    events = fitted(
+        tmp_path,
+        "class Odd:",
+        "    def __str__(self): raise RuntimeError('gone')",
+        "    __repr__ = __str__",
+        "logger = RankZeroLogger('steps', name='r1', offline=True)",
+        "logger.log_hyperparams({'odd': Odd(), 'width': 4})",
+        "logger.finalize('success')",
+    )
+    (note,) = (one.text for one in events if isinstance(one, Noticed))
+    (start,) = (one for one in events if isinstance(one, RunStarted))
+    assert "odd" in note and start.params["width"] == "4"
+
+
+def test_logger_without_its_callback_counts_on_in_a_second_training(tmp_path: Path) -> None:
+    events = fitted(
+        tmp_path,
+        "logger = RankZeroLogger('steps', name='r1', offline=True)",
+        "for _ in range(2):",
+        "    trainer = trained(Model, 1, None, logger, [])",
+        "    trainer.validate(Model())",
+    )
+    assert not [one.text for one in events if isinstance(one, Noticed)]
+    found = points(events)
+    # The steps begin at 0. Six of them are a training, and the validation is at the next.
+    assert [*found["train/mine"]] == [*range(6), *range(7, 13)]
+    assert [*found["val/loss"]] == [5, 6, 12, 13]
+
+
+@pytest.mark.parametrize("callbacks", ["[]", "[RankZeroCallback(logger)]"])
+def test_test_by_another_trainer_has_the_last_steps_number(callbacks: str, tmp_path: Path) -> None:
+    events = fitted(
+        tmp_path,
+        "class Tested(Model):",
+        "    def test_step(self, batch, batch_idx):",
+        "        self.log('test/loss', 1.0)",
+        "logger = RankZeroLogger('steps', name='r1', offline=True)",
+        f"trained(Tested, 1, None, logger, {callbacks})",
+        "Trainer(logger=logger, accelerator='cpu', enable_progress_bar=False).test(Tested())",
+    )
+    (step,) = points(events)["test/loss"]
+    assert step == max(points(events)["train/mine"])
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])

@@ -62,6 +62,8 @@ class RankZeroLogger(Logger):
         """The newest step of a `RankZeroCallback`, from 1; 0 without one."""
         self.trainer: Trainer | None = None
         """That of the callback's training, until its end."""
+        self._begins = False
+        """Whether a training without a `RankZeroCallback` begins with the next metrics."""
 
     @property
     def name(self) -> str:
@@ -96,13 +98,29 @@ class RankZeroLogger(Logger):
         self, params: object = None, metrics: Mapping[str, Any] | None = None, **_: Any
     ) -> None:
         """Add params, at any time: a mapping, a namespace, a dataclass, or None."""
-        self.deferred_run.add_params(params_of(params))
+        notes = list[tuple[str, str]]()
+        self.deferred_run.add_params(params_of(params, lambda *note: notes.append(note)))
+        for about, text in notes:
+            self.deferred_run.begin().tell(about, text)
         if metrics:
             self.log_metrics(metrics)
+
+    def log_graph(self, model: LightningModule, input_array: Any = None) -> None:
+        """Note whether a training begins. Lightning calls it then, and before a test."""
+        # The public name raises without a trainer.
+        trainer = getattr(model, "_trainer", None)
+        self._begins = trainer is not None and trainer.state.fn == "fit"
+        for one in trainer.callbacks if self._begins else ():
+            if isinstance(one, RankZeroCallback) and one.is_of(self):
+                self._begins = False
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log metrics at a step."""
+        run = self.deferred_run
+        if self._begins and step is not None:
+            self._begins = False
+            self._begin_training(step)
         # Lightning counts the steps before a batch, the callback counts it too. A metric of both
         # must not have two points. Values of an evaluation's single batches have the batch's number
         # as their step, and no epoch.
@@ -110,14 +128,24 @@ class RankZeroLogger(Logger):
         has_step = trains or "epoch" in metrics
         if has_step and self.newest_step and step == self.newest_step - 1:
             step = self.newest_step
-        elif trains and self._begins(step):
+        elif trains and self._is_of_next(step):
             step += 1
         values = {f"{self._prefix}{name}": metrics[name] for name in metrics if name != "epoch"}
-        if "epoch" in metrics and self.newest_step and step is not None and self.trainer is None:
-            values = {**self.deferred_run.final(values, step)}
-        self.deferred_run.log(values, step)
+        if "epoch" in metrics and step is not None and run.is_over:
+            # Another Trainer counts from 0.
+            step = max(step, self.newest_step or run.begin().highest_step - run.ahead)
+            values = {**run.final(values, step)}
+        run.log(values, step)
 
-    def _begins(self, step: int | None) -> TypeGuard[int]:
+    def _begin_training(self, step: int) -> None:
+        """Begin a training by its first step with metrics, as nothing else reports it."""
+        run = self.deferred_run
+        is_second = run.has_trained and step + run.ahead <= run.begin().highest_step
+        run.begin_training(0 if is_second else step)
+        # Without the callback, the steps begin at 0.
+        run.ahead += is_second
+
+    def _is_of_next(self, step: int | None) -> TypeGuard[int]:
         """Return whether a batch of the step after this one runs, as for LearningRateMonitor."""
         # Callbacks may come before ours, so `newest_step` does not tell.
         assert self.trainer is not None
@@ -172,6 +200,10 @@ class RankZeroCallback(Callback):
         """The losses of the micro-batches of a step that is not finished."""
         self._ahead_in_checkpoint: int | None = None
         """By how much the run's steps were ahead of the batches that stepped, if it says so."""
+
+    def is_of(self, logger: RankZeroLogger) -> bool:
+        """Return whether it adds to this logger."""
+        return self._logger is logger
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the logger, if none was given. Raises UserError if the trainer has none."""
