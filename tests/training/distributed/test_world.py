@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,39 @@ from rankzero.ranks import Ranks
 from rankzero.run_store.folder import Identity
 from rankzero.training.distributed.world import World, agreed_device, join, world_of_process_group
 from support.two_ranks import LAYERED, layered, waits
+
+
+@pytest.mark.parametrize(
+    ("bound", "current", "environ", "index"),
+    [
+        (None, 0, {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, 1),
+        (None, 0, {}, 3),
+        (None, 2, {}, 2),
+        (torch.device("cuda", 1), 0, {}, 1),
+    ],
+)
+def test_ranks_of_a_users_group_have_a_gpu_each(
+    bound: torch.device | None,
+    current: int,
+    environ: dict[str, str],
+    index: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    facts: dict[str, Any] = {"is_initialized": True, "get_rank": 3, "get_world_size": 4}
+    facts["get_backend_config"] = "cuda:nccl"
+    for name, fact in facts.items():
+        monkeypatch.setattr(dist, name, lambda fact=fact: fact)
+    monkeypatch.setattr(
+        dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=bound))
+    )
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    world = world_of_process_group()
+    assert world is not None and world.device == torch.device("cuda", index)
 
 
 @pytest.mark.parametrize("content", [b"", b"12345", b"1234567890", b"12345678901"])
@@ -138,6 +173,7 @@ def test_scripts_group_has_a_device_that_its_backends_take(
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "get_backend", lambda: "undefined")
     monkeypatch.setattr(dist, "get_backend_config", lambda: config)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=None)))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     world = world_of_process_group()
     assert world is not None and world.device == torch.device(device) and world.ranks.rank == 1

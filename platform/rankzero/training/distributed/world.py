@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from rankzero.errors import UserError
 from rankzero.launch import failures, rendezvous
 from rankzero.launch.failures import Failure
-from rankzero.ranks import Ranks
+from rankzero.ranks import Ranks, detect
 from rankzero.redaction.text import text_without_secrets
 from rankzero.training.distributed import torch_compat
 
@@ -270,5 +270,16 @@ def world_of_process_group() -> World | None:
     kinds = [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
     if "cpu" in kinds:
         return World(found, torch.device("cpu"))
-    index = torch.get_device_module(kinds[0]).current_device()
-    return World(found, torch.device(kinds[0], index))
+    launched = detect()
+    local = launched.local_rank if launched.world_size > 1 else found.rank
+    return World(found, _own_gpu(kinds[0], local))
+
+
+def _own_gpu(kind: str, local_rank: int) -> torch.device:
+    """Return the GPU of this rank of a user's script: NCCL refuses one that two ranks share."""
+    assert dist.group.WORLD is not None
+    if (bound := dist.group.WORLD.bound_device_id) is not None:
+        return bound
+    gpus = torch.get_device_module(kind)
+    # A script that gives a device to each call, as in PyTorch's tutorials, sets none.
+    return torch.device(kind, gpus.current_device() or local_rank % gpus.device_count())
