@@ -15,7 +15,7 @@ from rankzero.events import Evaluated, RunEnded, StepsLogged
 from rankzero.integrations.deferred_run import DeferredRun
 from rankzero.integrations.own_loop.tracked_run import OPEN
 from rankzero.run_store.journal import read_all
-from support.spawned import log_second_step
+from support.spawned import log_second_step, train
 
 
 @pytest.fixture(autouse=True)
@@ -141,17 +141,20 @@ if "tags" in sys.argv:
     run.begin().set_tags({"team": "a"})
 if "ends" in sys.argv:
     run.begin().finish()
-child = os.fork()
-if child == 0:
-    try:
-        run.begin_training()
-        run.log({"loss": 1.0}, 1)
-        run.end()
-    except Exception as error:
-        print(error, flush=True)
-        os._exit(3)
-    os._exit(0)
-print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+for _ in range(2 if "twice" in sys.argv else 1):
+    child = os.fork()
+    if child == 0:
+        try:
+            run.begin_training()
+            run.evaluated({"loss": 1.0}, 1)
+            run.end()
+        except Exception as error:
+            print(error, flush=True)
+            os._exit(3)
+        os._exit(0)
+    print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    if "reopens" in sys.argv:
+        run.begin().finish()
 run.log({"test": 2.0}, 2)
 run.end()
 """
@@ -161,8 +164,31 @@ def test_forked_process_continues_the_run_that_its_parent_has_ended() -> None:
     output = subprocess.check_output([sys.executable, "-c", FORKED, "tags", "ends"], text=True)
     assert "child 0" in output
     (folder,) = Path("mlruns/runs").iterdir()
-    logged = [one for one in read_all(folder / "events.jsonl") if isinstance(one, StepsLogged)]
-    assert [(one.steps, *one.metrics) for one in logged] == [([1], "loss"), ([2], "test")]
+    events = list(read_all(folder / "events.jsonl"))
+    assert [one.step for one in events if isinstance(one, Evaluated)] == [1]
+    assert [one.steps for one in events if isinstance(one, StepsLogged)] == [[2]]
+
+
+@pytest.mark.parametrize("words", [[], ["reopens"]])
+def test_second_forked_training_counts_on_from_the_first(words: list[str]) -> None:
+    script = [sys.executable, "-c", FORKED, "ends", "twice", *words]
+    output = subprocess.check_output(script, text=True)
+    assert output.count("child 0") == 2 and "earlier attempt" not in output
+    (folder,) = Path("mlruns/runs").iterdir()
+    events = list(read_all(folder / "events.jsonl"))
+    assert [one.step for one in events if isinstance(one, Evaluated)] == [1, 2]
+
+
+def test_second_spawned_training_counts_on_from_the_first() -> None:
+    run = DeferredRun("mine", offline=True, name="r1")
+    for _ in range(2):
+        process = multiprocessing.get_context("spawn").Process(target=train, args=(run, 3))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+    assert run.is_over and run.name == "r1"
+    run.end()
+    assert steps_and_ends(run) == ([3, 6], ["FINISHED"] * 3)
 
 
 def test_training_in_a_fork_of_the_process_that_has_the_run_open_is_an_error() -> None:

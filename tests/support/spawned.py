@@ -7,3 +7,9 @@ from rankzero.integrations.deferred_run import DeferredRun
 
 def log_second_step(run: DeferredRun) -> None:
     run.log({"loss": 0.5}, 2)
+
+
+def train(run: DeferredRun, steps: int) -> None:
+    run.begin_training()
+    run.log({"loss": 0.5}, steps)
+    run.end()

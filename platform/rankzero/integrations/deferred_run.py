@@ -28,10 +28,7 @@ class DeferredRun:
         self._run: TrackedRun | None = None
         self._pid = 0
         """The process that began the run."""
-        self.has_trained = False
-        """Whether this process has begun a training."""
-        self.is_over = False
-        """Whether the newest training has ended."""
+        self._has_trained = self._trains = False
         self.ahead = 0
         """By how much the steps of the run are ahead of those that the framework counts."""
 
@@ -41,7 +38,20 @@ class DeferredRun:
         if get_spawning_popen() is not None:
             self.end()
         options = self._options if self._run is None else {**self._options, "name": self._run.name}
-        return {**vars(self), "_options": options, "_run": None}
+        state = {**vars(self), "_options": options, "_run": None}
+        # A strategy spawns processes to train there, or to test.
+        self._has_trained |= get_spawning_popen() is not None
+        return state
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether this process has begun a training, or one that it has started."""
+        return self._has_trained or (self._run is not None and self._run.was_elsewhere)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the newest training has ended."""
+        return self.has_trained and not self._trains
 
     @property
     def goal(self) -> Goal:
@@ -97,7 +107,7 @@ class DeferredRun:
             self.ahead = run.highest_step
         elif ahead is not None:
             self.ahead = ahead
-        self.has_trained, self.is_over = True, False
+        self._has_trained = self._trains = True
         return run
 
     def _end_left(self, thread: int) -> None:
@@ -136,7 +146,7 @@ class DeferredRun:
 
     def end(self, error: BaseException | None = None) -> None:
         """End the run, or its newest attempt: FINISHED, or as `error` demands."""
-        self.is_over = self.has_trained
+        self._trains = False
         if self._run is not None:
             self._run.finish(error)
 

@@ -12,6 +12,7 @@ class NullTrackedRun(TrackedRun):
 
     name = folder = id = url = unless_ended = None
     step = highest_step = 0
+    was_elsewhere = False
 
     def __init__(self) -> None: ...
 

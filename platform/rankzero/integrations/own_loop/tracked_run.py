@@ -71,6 +71,9 @@ class TrackedRun:
         self._goal, self._keep, self._params = goal, keep, dict(params or {})
         self._flush_rows = flush_rows
         self._told: set[str] = set()
+        self.was_elsewhere = False
+        """Whether another process has had an attempt of the run since this one began it."""
+        self._newest_attempt = 0
         self._refused_until = 0.0
         # A handler of a signal may log while its thread logs.
         self._lock = threading.RLock()
@@ -84,6 +87,8 @@ class TrackedRun:
     def _begin(self) -> None:
         """Begin an attempt. Raises UserError if another process writes the run."""
         self._log = self._open_log(self._identity)
+        before, self._newest_attempt = self._newest_attempt, self._log.attempt
+        self.was_elsewhere |= 0 < before < self._newest_attempt - 1
         self._handled = id(sys.exc_info()[1])
         self._attempt = Attempt(
             *(self._log, self._goal, self._keep, self._flush_rows, self.tell, lambda: self._lock)
