@@ -9,7 +9,7 @@ import pytest
 from frameworks.examples import SECONDS, needs, run
 from frameworks.lightning_script import points
 from rankzero.catalog.lookup import folders
-from rankzero.events import Noticed, RunEnded
+from rankzero.events import Noticed, RunEnded, RunStarted, StepsLogged
 from rankzero.run_store.journal import read_all
 
 pytestmark = pytest.mark.timeout(2 * SECONDS)
@@ -63,6 +63,52 @@ def test_trials_that_are_evaluated_have_ended_before_the_next(tmp_path: Path) ->
         assert statuses(found[name]) == ["FINISHED"] * 3
         assert list(points(found[name])["val/loss"]) == [2]
         assert list(points(found[name])["final/val/loss"]) == [2]
+
+
+def test_second_training_that_is_resumed_keeps_its_steps(tmp_path: Path) -> None:
+    found = trained(
+        tmp_path,
+        "tracker = RankZeroCallback('again', name='r1', offline=True)",
+        "trainer(tracker).train()",
+        "trainer(tracker, steps=4, save_steps=2).train()",
+        # As another process does, with a checkpoint of the second training.
+        "tracker = RankZeroCallback('again', name='r1', offline=True)",
+        "resumed = trainer(tracker, steps=6)",
+        "resumed.train(resume_from_checkpoint='out/checkpoint-4')",
+    )["r1"]
+    steps = [one.steps for one in found if isinstance(one, StepsLogged) and one.metrics]
+    assert max(step for some in steps for step in some) == 8
+    assert not [one.text for one in found if isinstance(one, Noticed)]
+
+
+def test_each_trial_of_a_search_is_a_run(tmp_path: Path) -> None:
+    needs("optuna")
+    found = trained(
+        tmp_path,
+        "import optuna",
+        "class Pruned(Trainer):",
+        "    def evaluate(self, *args, **options):",
+        "        if self.args.learning_rate == 0.5:",
+        "            raise optuna.TrialPruned",
+        "        return super().evaluate(*args, **options)",
+        "one = trainer(RankZeroCallback('hp', name='r', offline=True), Pruned,",
+        "    eval_strategy='steps', eval_steps=2)",
+        "one.model_init = lambda: Model(2, 1)",
+        "one.hyperparameter_search(backend='optuna', n_trials=2, direction='minimize',",
+        "    sampler=optuna.samplers.GridSampler({'learning_rate': [0.25, 0.5]}, seed=0),",
+        "    hp_space=lambda trial: {",
+        "        'learning_rate': trial.suggest_float('learning_rate', 0.1, 1.0)})",
+        "one.callback_handler.callbacks[-1]._run.end_unreported()",
+    )
+    rates = {name: start_of(events).params["learning_rate"] for name, events in found.items()}
+    assert {*rates} == {"r-1", "r-2"} and {*rates.values()} == {"0.25", "0.5"}
+    for name, events in found.items():
+        assert statuses(events)[0] == ("FAILED" if rates[name] == "0.5" else "FINISHED")
+        assert start_of(events).params["trial"] == name[-1]
+
+
+def start_of(events: list[object]) -> RunStarted:
+    return next(event for event in events if isinstance(event, RunStarted))
 
 
 def test_values_of_an_evaluation_that_only_a_log_has_are_kept(tmp_path: Path) -> None:

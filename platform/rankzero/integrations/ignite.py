@@ -25,7 +25,8 @@ except ImportError as error:
 class RankZeroHandler(BaseLogger):
     """Sends a trainer's outputs and an evaluator's metrics to MLflow.
 
-    `options`: those of `rankzero.track`.
+    `options`: those of `rankzero.track`. If Ignite's `Checkpoint` also saves and loads the handler,
+    a second training that is resumed keeps its steps.
     """
 
     def __init__(
@@ -35,6 +36,8 @@ class RankZeroHandler(BaseLogger):
         self._run.add_params(params or {})
         self._evaluated_at: int | None = None
         """The trainer's newest evaluation, from its start to its end."""
+        self._ahead_in_checkpoint: int | None = None
+        """By how much the run's steps were ahead of the trainer's, if a checkpoint says so."""
 
     @property
     def run(self) -> TrackedRun:
@@ -64,6 +67,14 @@ class RankZeroHandler(BaseLogger):
             log_handler.add_event_handler(Events.COMPLETED, self._evaluated, engine)
         return self
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return how the run counts its steps, for a checkpoint."""
+        return {"ahead": self._run.ahead}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Remember how the run of the checkpoint counts, for the training that comes next."""
+        self._ahead_in_checkpoint = state_dict["ahead"]
+
     def log(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log metrics and texts. Tensors stay on their device until the run reads them."""
         self._run.log(metrics, step)
@@ -87,7 +98,8 @@ class RankZeroHandler(BaseLogger):
 
     def _started(self, trainer: Engine) -> None:
         self._evaluated_at = None
-        self._run.begin_training(trainer.state.iteration)
+        ahead, self._ahead_in_checkpoint = self._ahead_in_checkpoint, None
+        self._run.begin_training(trainer.state.iteration, ahead)
 
     def _completed(self, trainer: Engine) -> None:
         self._evaluated_at = None

@@ -16,10 +16,18 @@ except ImportError as error:
     raise ImportError("Transformers is missing: pip install rankzero[transformers]") from error
 
 
+# The key in a checkpoint's state. Transformers takes none of ours for a callback's.
+_STATE = "rankzero"
+
+
 class RankZeroCallback(TrainerCallback):
-    """Sends the metrics of a `Trainer` to MLflow. `options`: those of `rankzero.track`."""
+    """Sends the metrics of a `Trainer` to MLflow. `options`: those of `rankzero.track`.
+
+    Each trial of `hyperparameter_search` is a run. The `name` then gets the trial's number, from 1.
+    """
 
     def __init__(self, experiment: str = "transformers", **options: Any) -> None:
+        self._experiment, self._options, self._trials = experiment, options, 0
         self._run = DeferredRun(experiment, **options)
         self._evaluated: set[str] = set()
         """What the newest log had of an evaluation, which `on_evaluate` gets again."""
@@ -28,11 +36,27 @@ class RankZeroCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Start the run, with the training's arguments as params."""
+        if state.is_hyper_param_search:
+            self._next_trial(state.trial_name)
         self._run.add_params(_params(args))
+        # A checkpoint has the state. The step of a second training is not the run's.
+        states: dict[str, Any] = state.stateful_callbacks
+        ahead = states.get(_STATE, {}).get("attributes", {}).get("ahead")
         # Transformers reports no exception. One that the user catches would look like success.
-        self._run.begin_training(state.global_step).unless_ended = RuntimeError(
+        self._run.begin_training(state.global_step, ahead).unless_ended = RuntimeError(
             "Trainer.train() did not reach its end, and the script caught the exception"
         )
+        states[_STATE] = {"args": {}, "attributes": {"ahead": self._run.ahead}}
+
+    def _next_trial(self, name: str | None) -> None:
+        self._run.end_unreported()
+        self._run.end()
+        self._trials += 1
+        options = dict(self._options)
+        if options.get("name") is not None:
+            options["name"] = f"{options['name']}-{self._trials}"
+        self._run = DeferredRun(self._experiment, **options)
+        self._run.add_params({"trial": name or self._trials})
 
     def on_log(
         self,
