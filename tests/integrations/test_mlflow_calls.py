@@ -34,6 +34,7 @@ with rankzero.track("mine", {"lr": 0.1}, name="finished") as run:
     run.log({"ours": 1.0}, step=3)
 assert mlflow.active_run() is None
 assert "MLFLOW_TRACKING_URI" not in os.environ, "a later run goes to its own folder"
+assert "MLFLOW_EXPERIMENT_ID" not in os.environ, "a program with another store has its own"
 outer = rankzero.track("mine", name="outer")
 outer.mlflow()
 inner = outer.child("inner")

@@ -14,13 +14,17 @@ def enter(tracking_uri: str, experiment_id: str, run_id: str) -> None:
     active = mlflow.active_run()
     if active is not None and active.info.run_id == run_id:
         return
-    is_set = "MLFLOW_TRACKING_URI" in os.environ
-    mlflow.set_tracking_uri(tracking_uri)
-    # mlflow sets the variable, too. It would send later runs in another `folder` to this store.
-    if not is_set:
-        os.environ.pop("MLFLOW_TRACKING_URI", None)
-    # It refuses a run of another experiment than the active one.
-    mlflow.set_experiment(experiment_id=experiment_id)
+    # mlflow sets variables, too. They would send later runs in another `folder` to this store, and
+    # give programs that use another store the id of this one's experiment.
+    names = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_ID")
+    unset = [name for name in names if name not in os.environ]
+    try:
+        mlflow.set_tracking_uri(tracking_uri)
+        # It refuses a run of another experiment than the active one.
+        mlflow.set_experiment(experiment_id=experiment_id)
+    finally:
+        for name in unset:
+            os.environ.pop(name, None)
     # The recorder samples already. Nested: another active run stays below it.
     mlflow.start_run(run_id, nested=True, log_system_metrics=False)
 
