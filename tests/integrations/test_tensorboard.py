@@ -35,6 +35,12 @@ def ends(writer: SummaryWriter) -> list[str]:
     return [event.status for event in events if isinstance(event, RunEnded)]
 
 
+def test_notebooks_experiment_is_not_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/usr/lib/ipykernel_launcher.py", "-f", "kernel.json"])
+    with SummaryWriter(offline=True) as writer:
+        assert folder_of(writer).identity.experiment == "tensorboard"
+
+
 def test_calls_of_scripts_reach_mlflow() -> None:
     with SummaryWriter("runs/lr0.01", "-b8", 10, flush_secs=5, offline=True) as writer:
         for step in range(3):
