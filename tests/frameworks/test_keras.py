@@ -214,6 +214,36 @@ model.evaluate(val, callbacks=[tracker], verbose=0)
     assert steps_of(tmp_path, found, "val/loss") == [22, 30]
 
 
+def test_fits_of_a_named_run_count_on(tmp_path: Path) -> None:
+    code, output = run(
+        script(
+            tmp_path,
+            """
+model = example.convnet(4)
+images, labels = np.ones((24, 8, 8, 1), "float32"), np.zeros(24)
+
+def stream():
+    for _ in range(3):
+        yield images[:8], labels[:8]
+
+def fit(tracker, data, **options):
+    model.fit(*data, callbacks=[tracker], verbose=0, **options)
+
+tracker = example.RankZeroCallback("named", name="r1", checkpoints=False)
+fit(tracker, (images, labels), batch_size=8, epochs=1)
+fit(tracker, (images, labels), batch_size=8, epochs=1)
+fit(tracker, (images, labels), batch_size=8, epochs=2, initial_epoch=1)
+# As another process does, with data of unknown length.
+tracker = example.RankZeroCallback("named", name="r1", checkpoints=False)
+fit(tracker, (stream(),), epochs=4, initial_epoch=3)
+""",
+        ),
+        tmp_path,
+    )
+    assert code == 0 and "earlier attempt" not in output, output
+    assert steps_of(tmp_path, tracked(tmp_path), "train/loss") == list(range(1, 13))
+
+
 def test_callbacks_from_several_threads_lose_no_batch(tmp_path: Path) -> None:
     code, output = run(
         script(

@@ -22,7 +22,7 @@ except ImportError as error:
 
 
 class RankZeroCallback(keras.callbacks.Callback):
-    """Sends the metrics of `fit` to MLflow, one run for each `fit`.
+    """Sends the metrics of `fit` to MLflow, one run for each `fit`; with a `name`, one for all.
 
     ``train/loss`` is the value that Keras shows: the mean since the epoch began, at every batch.
     ``val/loss`` and the learning rate come at the end of an epoch, with a checkpoint that `restore`
@@ -49,8 +49,8 @@ class RankZeroCallback(keras.callbacks.Callback):
         self._run = DeferredRun(experiment, **options)
         # Keras may report batches from several threads of its own.
         self._lock = threading.Lock()
-        self._before = self._seen = 0
-        self._fits = False
+        self._first = self._before = self._seen = 0
+        self._fits = self._begins = self._counts_on = False
 
     def set_model(self, model: keras.Model) -> None:
         """Note that a call of Keras begins: it calls this, but not for the validations of `fit`."""
@@ -61,17 +61,25 @@ class RankZeroCallback(keras.callbacks.Callback):
         """Start a run, with the settings of the model and its optimizer as params."""
         self._run.end_unreported()  # The `fit` before, if an exception ended it.
         self._run.end()
-        self._run = DeferredRun(self._experiment, **self._options)
+        self._counts_on = self._options.get("name") is not None and self._run.has_trained
+        if not self._counts_on:
+            self._run, self._first = DeferredRun(self._experiment, **self._options), 0
         self._run.add_params({**_settings(self.model, self.params or {}), **self._given})
-        self._before = self._seen = 0
-        self._fits = True
+        self._seen = 0
+        self._fits = self._begins = True
         error = RuntimeError("fit was left before its end")
-        self._run.begin_training().unless_ended = error
+        # Only the first epoch's number says whether it continues.
+        self._run.begin_training(1).unless_ended = error
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Continue the numbers of the batches, also from an `initial_epoch`."""
         length = self._length()
-        self._before = epoch * length if length else self._before + self._seen
+        if self._begins:
+            self._begins = False
+            if (self._counts_on and not epoch) or (epoch and not length):
+                self._first = self._run.begin().highest_step
+            self._before = self._first
+        self._before = self._first + epoch * length if length else self._before + self._seen
         self._seen = 0
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
