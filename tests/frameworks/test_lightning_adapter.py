@@ -156,6 +156,27 @@ def test_validation_of_the_best_weights_after_the_training_is_kept(tmp_path: Pat
         assert found[name] == {6: 1.0, 12: 1.0} and found[f"final/{name}"] == {12: 0.5}
 
 
+def test_checkpoints_that_a_thread_writes_are_logged_at_the_end(tmp_path: Path) -> None:
+    events = fitted(
+        tmp_path,
+        "import time",
+        "from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO",
+        "class Slow(TorchCheckpointIO):",
+        "    def save_checkpoint(self, *args, **options):",
+        "        time.sleep(0.5)",
+        "        super().save_checkpoint(*args, **options)",
+        "logger = RankZeroLogger('steps', name='r1', offline=True, log_checkpoints=True)",
+        "callbacks = [ModelCheckpoint('saved', save_top_k=-1)]",
+        "plugins = [AsyncCheckpointIO(Slow())]",
+        "trained(Model, 2, None, logger, callbacks, plugins=plugins)",
+    )
+    assert not [one.text for one in events if isinstance(one, Noticed)]
+    kept = tmp_path / "mlruns/runs/r1/artifacts/checkpoints"
+    sizes = {path.name: path.stat().st_size for path in kept.iterdir()}
+    assert sizes == {one.name: one.stat().st_size for one in (tmp_path / "saved").iterdir()}
+    assert len(sizes) == 2
+
+
 def test_hyperparameter_without_a_text_costs_only_itself(tmp_path: Path) -> None:
     events = fitted(
         tmp_path,

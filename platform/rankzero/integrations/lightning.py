@@ -26,6 +26,7 @@ try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.loggers import Logger
     from lightning.pytorch.loggers.logger import rank_zero_experiment
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
     from lightning.pytorch.utilities import rank_zero_only
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 except ImportError as error:
@@ -64,6 +65,9 @@ class RankZeroLogger(Logger):
         """That of the callback's training, until its end."""
         self._begins = False
         """Whether a training without a `RankZeroCallback` begins with the next metrics."""
+        self._is_async = False
+        self._unwritten: list[str] = []
+        """The checkpoints that a thread of Lightning writes until the training ends."""
 
     @property
     def name(self) -> str:
@@ -110,7 +114,10 @@ class RankZeroLogger(Logger):
         # The public name raises without a trainer.
         trainer = getattr(model, "_trainer", None)
         self._begins = trainer is not None and trainer.state.fn == "fit"
-        for one in trainer.callbacks if self._begins else ():
+        if trainer is None:
+            return
+        self._is_async = isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO)
+        for one in trainer.callbacks:
             if isinstance(one, RankZeroCallback) and one.is_of(self):
                 self._begins = False
 
@@ -164,11 +171,20 @@ class RankZeroLogger(Logger):
         return not self._prefix and LOSS in names
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Copy the checkpoint that was saved just now. Lightning calls it on rank 0."""
+        """Copy the checkpoint that was saved just now. Lightning calls it on rank 0.
+
+        With `AsyncCheckpointIO`, the end of a training that succeeds copies those that are left.
+        """
         if self._log_checkpoints:
             # A public name exists only for the best checkpoint, and for one that is called last.
-            saved = checkpoint_callback._last_checkpoint_saved
-            self.deferred_run.begin().log_artifact(saved, "checkpoints")
+            self._unwritten.append(checkpoint_callback._last_checkpoint_saved)
+            if not self._is_async:
+                self._copy_checkpoints()
+
+    def _copy_checkpoints(self) -> None:
+        saved, self._unwritten = self._unwritten, []
+        for path in saved:
+            self.deferred_run.begin().log_artifact(path, "checkpoints")
 
     def finalize(self, status: str) -> None:
         """End the run with Lightning's status, unless the callback has ended it before."""
@@ -181,6 +197,10 @@ class RankZeroLogger(Logger):
         # Slurm's requeue reports "finished". A failure is reported while its exception is handled.
         is_success = status in ("success", "finished")
         error = None if is_success else sys.exception() or RuntimeError(f"the training {status}")
+        # Lightning waits for its thread before this, but not if the training failed.
+        if is_success:
+            self._copy_checkpoints()
+        self._unwritten.clear()
         self.deferred_run.end(_with_signal(error))
 
 
