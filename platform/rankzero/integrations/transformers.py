@@ -67,15 +67,14 @@ class RankZeroCallback(TrainerCallback):
         **_: Any,
     ) -> None:
         """Log the trainer's metrics: ``loss`` as ``train/loss``, ``eval_loss`` as ``val/loss``."""
+        given, is_over = logs or {}, self._run.is_over
         # A subclass logs values of an evaluation that `on_evaluate` does not get.
         measured = {
             name: value
-            for name, value in (logs or {}).items()
-            if name.startswith("eval_") or (self._run.is_over and name != "epoch")
+            for name, value in given.items()
+            if name.startswith("eval_") or (is_over and name != "epoch")
         }
-        found = {
-            _grouped(name): value for name, value in (logs or {}).items() if name not in measured
-        }
+        found = {_grouped(name): given[name] for name in given if name not in measured}
         # An evaluation's own log has nothing else but the epoch, which the last step has logged.
         if found.keys() - {"train/epoch"}:
             self._begun(args).log(found, state.global_step)
