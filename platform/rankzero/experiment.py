@@ -19,9 +19,9 @@ import dataclasses
 import inspect
 import math
 import numbers
-import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, dataclass_transform
 
 from rankzero.config import ConfigError, check_types
@@ -503,7 +503,7 @@ def _written(cls: type) -> int | None:
     """Return when the file that defines a class was written; None without a file."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     try:
-        return None if file is None else os.stat(file).st_mtime_ns
+        return None if file is None else Path(file).stat().st_mtime_ns
     except OSError:  # As of a module in a ZIP file.
         return None
 
