@@ -98,7 +98,6 @@ def test_each_trial_of_a_search_is_a_run(tmp_path: Path) -> None:
         "    sampler=optuna.samplers.GridSampler({'learning_rate': [0.25, 0.5]}, seed=0),",
         "    hp_space=lambda trial: {",
         "        'learning_rate': trial.suggest_float('learning_rate', 0.1, 1.0)})",
-        "one.callback_handler.callbacks[-1]._run.end_unreported()",
     )
     rates = {name: start_of(events).params["learning_rate"] for name, events in found.items()}
     assert {*rates} == {"r-1", "r-2"} and {*rates.values()} == {"0.25", "0.5"}
