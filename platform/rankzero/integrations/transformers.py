@@ -30,7 +30,7 @@ class RankZeroCallback(TrainerCallback):
         self._experiment, self._options, self._trials = experiment, options, 0
         self._run = DeferredRun(experiment, **options)
         self._evaluated: set[str] = set()
-        """What the newest log had of an evaluation, which `on_evaluate` gets again."""
+        """The metrics of an evaluation in the newest log. `on_evaluate` gets them again."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
