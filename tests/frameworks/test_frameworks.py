@@ -354,6 +354,32 @@ def test_ignites_evaluator_of_two_data_sets_is_noted(tmp_path: Path) -> None:
     }
 
 
+RESUMED = """
+from ignite.engine import Engine
+from rankzero.integrations.ignite import RankZeroHandler
+def made():
+    trainer, tracker = Engine(lambda engine, batch: 1.0), RankZeroHandler(name="r1", offline=True)
+    tracker.attach(trainer)
+    return trainer, tracker
+trainer, tracker = made()
+for _ in range(2):
+    trainer.run(range(4), max_epochs=1)
+saved = trainer.state_dict(), tracker.state_dict()
+for made_again, state in zip(pair := made(), saved):  # as another process does
+    made_again.load_state_dict(state)
+pair[0].run(range(4), max_epochs=2)
+"""
+
+
+def test_second_training_of_ignite_that_is_resumed_keeps_its_steps(tmp_path: Path) -> None:
+    needs("ignite")
+    (tmp_path / "script.py").write_text(RESUMED)
+    code, output = run("script.py", tmp_path)
+    assert code == 0, output
+    found = points(list(read_all(tmp_path / "mlruns/runs/r1/events.jsonl")))
+    assert list(found["train/loss"]) == list(range(1, 13))
+
+
 GOAL = """
 from accelerate import Accelerator
 import rankzero.integrations.accelerate
