@@ -52,11 +52,15 @@ def test_search_in_a_journal_is_the_one_in_a_database(tmp_path: Path) -> None:
 
 
 def test_a_study_outlives_the_end_of_its_connections(postgres: str) -> None:
-    study = open_study(postgres, "cut", sampler="tpe", pruner="asha", seed=0)
-    study.note("fact", 1)
-    with create_engine(postgres).connect() as store:
-        others = "FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
-        store.execute(text(f"SELECT pg_terminate_backend(pid) {others}"))
+    engine = create_engine(postgres, isolation_level="AUTOCOMMIT")
+    with engine.connect() as server:
+        server.execute(text("CREATE DATABASE cut"))  # other tests' database has MLflow's tables
+        url = f"{postgres.rpartition('/')[0]}/cut"
+        study = open_study(url, "cut", sampler="tpe", pruner="asha", seed=0)
+        study.note("fact", 1)
+        others = "FROM pg_stat_activity WHERE datname = 'cut'"
+        assert server.execute(text(f"SELECT pg_terminate_backend(pid) {others}")).all()
+    engine.dispose()
     assert study.facts["fact"] == 1 and not study.trials()
     study.note("fact", 2)
     assert study.facts["fact"] == 2
