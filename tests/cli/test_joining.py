@@ -20,6 +20,7 @@ def starts(folder: RunFolder) -> list[RunStarted]:
     return [event for event in events(folder) if isinstance(event, RunStarted)]
 
 
+@pytest.mark.cluster
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("disk", ["own", "shared", "shared, and the command of a job"])
 def test_a_machine_that_joins_continues_the_run(rankzero: Command, disk: str) -> None:

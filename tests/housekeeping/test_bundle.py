@@ -177,6 +177,11 @@ def test_what_other_programs_logged_into_the_run_is_copied(roots: tuple[Path, Pa
     more = [MetricPoint("theirs", step / 3, step, step) for step in range(5)]
     tracker.log_metrics(run_id, [*more, MetricPoint("train/loss", 0.5, 7, 90)])
     tracker.log_params(run_id, {"theirs": "x"})
+    # As a later attempt on a server does, with the marks of all metrics.
+    path = delivery_state.path_of(folder, 0)
+    state = delivery_state.load(path)
+    curves = dataclasses.replace(state.curves, marks={**state.curves.marks, "theirs": 4})
+    delivery_state.save(path, dataclasses.replace(state, curves=curves))
     for _ in range(2):
         assert held(theirs, "study", bundle.copy(folder, uri)) == held(mine, "study")
 

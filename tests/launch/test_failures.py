@@ -76,6 +76,11 @@ LATE = "; a GPU reports errors late: CUDA_LAUNCH_BLOCKING=1 shows the line that 
             'Error(s) in loading Net:\n\tMissing key: "a".\n\tx',
             'Error(s) in loading Net: Missing key: "a".',
         ),
+        (
+            "Caught RuntimeError in replica 1 on device 1.\nOriginal Traceback (most recent call "
+            'last):\n  File "x.py"\nRuntimeError: shapes differ',
+            "shapes differ",
+        ),
         ("", ""),
     ],
 )

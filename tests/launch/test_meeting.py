@@ -114,6 +114,7 @@ def test_a_machine_too_many_says_that_it_waits() -> None:
     with ThreadPoolExecutor() as threads:
         waits = threads.submit(third.next_rendezvous)
         wait_until(lambda: said)
+        assert not third.shutdown() and not any(one.is_closed() for one in meetings)
         meetings[0].shutdown()
         with pytest.raises(RendezvousGracefulExitError):
             waits.result(timeout=30)

@@ -161,7 +161,9 @@ def _in_mlflow_alone(
     """Yield the points of metrics that other programs logged, or logged further than this run."""
     delivered = dict[str, int]()
     for node in delivery_state.nodes(folder):
-        delivered |= delivery_state.load(delivery_state.path_of(folder, node)).curves.marks
+        curves = delivery_state.load(delivery_state.path_of(folder, node)).curves
+        # A new attempt adopts the marks of all metrics, also of those that other programs logged.
+        delivered |= {key: at for key, at in curves.marks.items() if key in curves.owners}
     for key, step in run.marks.items():
         if step > delivered.get(key, step - 1):
             yield from tracker.history(run.run_id, key)

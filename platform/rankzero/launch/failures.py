@@ -106,8 +106,14 @@ def reason(error: BaseException) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of an exception's text, and the next one if it only introduces that."""
+    """Return the first line of an exception's text, and the next one if it only introduces that.
+
+    PyTorch wraps the error of another thread, and the last line is its own text.
+    """
     first, *rest = str(error).strip().split("\n", 2)
+    if rest and rest[0].startswith("Original Traceback"):
+        own = str(error).strip().rpartition("\n")[2]
+        return own.removeprefix(f"{type(error).__name__}: ")
     return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first
 
 

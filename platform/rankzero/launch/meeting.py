@@ -95,7 +95,7 @@ def handler_of(
     if owner != machines.job:
         raise RendezvousError(
             f"{owner!r} trains at {machines.endpoint}: give this training another port in "
-            "--rdzv-endpoint"
+            f"--rdzv-endpoint, or --rdzv-id {owner} to help that one"
         )
     watched = _WatchedBackend(backend, machines, notice)
     handler = create_handler(store, watched, parameters)
@@ -138,7 +138,12 @@ class Meeting(RendezvousHandler):
         return RendezvousInfo(found.store, rank, found.world_size, info)
 
     def shutdown(self) -> bool:
-        """Leave the rendezvous, which ends it for all. Its port is free for another job."""
+        """Leave the rendezvous, which ends it for all. Its port is free for another job.
+
+        A machine too many ends nothing.
+        """
+        if torch_compat.is_spare(self._handler):
+            return False
         has_closed = self._handler.shutdown()
         if has_closed:
             # The store may be gone with the machine that served it.

@@ -116,7 +116,9 @@ def sole_launcher(folder: RunFolder, machines: int) -> Iterator[None]:
     # of a run on several machines share the lock, because they may share the folder.
     descriptor = open_lock(folder.path / "launcher.lock")
     try:
-        if not try_lock(descriptor, fcntl.LOCK_EX if machines == 1 else fcntl.LOCK_SH):
+        # `has_launcher` of another machine holds it for a moment.
+        kind, seconds = (fcntl.LOCK_EX, 0.0) if machines == 1 else (fcntl.LOCK_SH, 1.0)
+        if not try_lock(descriptor, kind, seconds):
             raise UserError(
                 f"{folder.path.name}: another command still trains or delivers it: stop that "
                 "command, or wait until it ends"

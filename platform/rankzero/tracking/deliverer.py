@@ -286,6 +286,7 @@ class Deliverer:
         if other is not None:
             self.state = open_run.leave_to(other, self.state, run)
         open_run.refuse_older(folder, other, is_new)
+        self._claim = run.tags.get(CLAIM)
         self._target, self._look_at = target, self._clock() + _LOOK_SECONDS
         self.commit()
         return True
@@ -300,7 +301,12 @@ class Deliverer:
         if self._node > 0 or self._is_embedded or not is_due:
             return
         identity = dataclasses.replace(self._folder.identity, mlflow_run_id=target.run.run_id)
-        run = target.store.find_open_run(identity)
+        try:
+            run = target.store.find_open_run(identity)
+        except Exception as error:
+            if refusal(error) is None:
+                raise
+            return  # not about the item, whose own request decides
         claim = None if run is None else run.tags.get(CLAIM)
         if run is not None and claim != self._claim:
             open_run.refuse_older(self._folder, open_run.other_attempt(self._folder, run))

@@ -118,7 +118,8 @@ def attempt(
     watchdog = Watchdog(
         experiment.train.limits.hang_minutes,
         world.ranks.rank,
-        [lambda failure: failures.write(failure, log.folder.failures), world.report_failure],
+        # This machine's command reads there: its run may have another name than rank 0's.
+        [functools.partial(failures.write, folder=Path(request.failures)), world.report_failure],
         setup_seconds=setup_seconds(),
         local_processes=world.local_processes(),
         on_progress=_beat_writer(request, world, log.folder),
@@ -129,7 +130,7 @@ def attempt(
     totals = RunTotals()
     with (
         lifecycle.tracked(log, experiment, request.environment, world, totals) as run,
-        peers.watching(world, log.folder.failures, watchdog.may_be_ended),
+        peers.watching(world, Path(request.failures), watchdog.may_be_ended),
     ):
         job, state = build(experiment, world)
         device.forget_peak_memory(world)

@@ -24,6 +24,7 @@ from rankzero.launch import failures, rendezvous
 from rankzero.launch.failures import Failure
 from rankzero.ranks import Ranks, detect
 from rankzero.redaction.text import text_without_secrets
+from rankzero.run_store import lock_files
 from rankzero.training.distributed import torch_compat
 
 # A checkpoint may be larger than the free memory of a GPU, so it is sent in pieces.
@@ -36,6 +37,8 @@ TRAINING_TIMEOUT = datetime.timedelta(days=1)
 FAILURE_SECONDS = 2.0
 # Between two looks for a peer's failure.
 LOOK_SECONDS = 1.0
+# For a rank that still starts its GPU while another one has failed to.
+_LAST_LOOK = datetime.timedelta(seconds=30)
 _FAILURE_KEY, _DEVICE_KEY = "rankzero/failure", "rankzero/device"
 _AGREEMENT_KEY, _AGREED = "rankzero/devices", "agreed"
 
@@ -163,7 +166,9 @@ class World:
         if store is None:
             return None
         # A connection of its own: a thread that waits for an answer keeps the others out.
-        return functools.partial(_failure_in, store.clone())
+        with contextlib.suppress(Exception):  # no more sockets: only the reason would be missing
+            return functools.partial(_failure_in, store.clone())
+        return None
 
     def first_failure(self) -> Failure | None:
         """Return the failure that another rank reported, after a short wait, or None."""
@@ -197,8 +202,18 @@ def join(ranks: Ranks, choose: Callable[[Ranks], torch.device]) -> Iterator[Worl
         rendezvous.keep_gloo_on_loopback()
         device, store = choose(ranks), rendezvous.private_store(ranks, SETUP_TIMEOUT)
     else:
+        lock_files.allow_many_files()  # rank 0 serves two connections of each rank
         store = rendezvous.shared_store(ranks, SETUP_TIMEOUT)
-        device = agreed_device(store, ranks, choose)
+        try:
+            device = agreed_device(store, ranks, choose)
+        except Exception:
+            if ranks.first:
+                # Its process serves the store. So it ends after the others have read the reason.
+                every = [f"{_DEVICE_KEY}/{rank}" for rank in range(ranks.world_size)]
+                with contextlib.suppress(Exception):
+                    store.wait(every, _LAST_LOOK)
+                time.sleep(LOOK_SECONDS)
+            raise
     on_gpu = device.type == "cuda"
     if on_gpu and not dist.is_nccl_available():
         raise UserError(

@@ -242,9 +242,10 @@ def keep_types(
     PyTorch casts it to that of its parameter. `saved`: by the parameters' numbers. `weights`: the
     checkpoint's; where a parameter has another format than its weight, its state follows.
     """
+    states = optimizer.state  # which several optimizers make anew at each look
     every = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for number, (parameter, weight) in enumerate(zip(every, weights, strict=True)):
-        state, before = optimizer.state.get(parameter) or {}, saved["state"].get(number) or {}
+        state, before = states.get(parameter) or {}, saved["state"].get(number) or {}
         if weight is None or weight.dtype != parameter.dtype:
             continue
         for name, value in state.items():
