@@ -783,6 +783,21 @@ def test_a_confirmation_run_that_is_lost_is_trained_again(search: Searcher) -> N
     assert len(found.winner.runs) == 3 and sum("trained again" in line for line in lines) == 1
 
 
+def test_a_confirmation_run_whose_energy_was_not_measured_missed_nothing(search: Searcher) -> None:
+    seen: list[int] = []
+
+    def watts(experiment: Experiment, times: int = 1) -> float:
+        seen.append(experiment.train.seed)
+        return 0.0 if seen[-1] == 1001 and seen.count(1001) <= times else 100.0
+
+    _, study, _, lines = search(FakeLauncher(watts=watts), objective="energy", trials=6)
+    assert all(run["value"] is not None for run in study.facts["confirmations"])
+    assert sum("was not measured: it is trained again" in line for line in lines) == 1
+    launcher = FakeLauncher(watts=lambda one: watts(one, times=99))
+    with pytest.raises(UserError, match=r"-seed1001 was not measured: .*found no counter"):
+        search(launcher, objective="energy", trials=6, name="never")
+
+
 def test_a_foreign_database_is_refused_and_not_changed(tmp_path: Path) -> None:
     path = tmp_path / "foreign.db"
     path.write_bytes(b"not a database at all, but someone's file")

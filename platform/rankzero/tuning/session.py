@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rankzero.config import flatten, override
-from rankzero.errors import RunFailed
+from rankzero.errors import RunFailed, UserError
 from rankzero.experiment import Experiment
 from rankzero.scalars import shown
 from rankzero.tuning import members, next_trial
@@ -480,10 +480,15 @@ class Session:
             # Nothing is stored of an interrupted run, so a later start trains it again.
             if result is None:
                 return
-            if result.was_lost and self._losses[label] < _MOST_LOSSES:
+            # One that was trained to its end missed nothing, although its energy is not known.
+            unmeasured = result.state == "FAIL" and result.curve.is_finished
+            if (result.was_lost or unmeasured) and self._losses[label] < _MOST_LOSSES:
                 self._losses[label] += 1
-                self._notify(f"{label} was lost with its host process: it is trained again")
+                what = "was not measured" if unmeasured else "was lost with its host process"
+                self._notify(f"{label} {what}: it is trained again")
                 return
+            if unmeasured:
+                raise UserError(f"{label} was not measured: {result.reason}")
             members.require_lead(self._study)
             train = self._space.reference.train
             run = confirm.as_run(trial.number, seed, result, objective, train)
