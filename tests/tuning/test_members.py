@@ -81,18 +81,37 @@ def test_members_that_an_older_version_named_are_dead(mine: Members) -> None:
     assert not mine.is_alive("elsewhere/1234/5 77 8") and not mine.is_alive("")
 
 
+def end_sessions(server: str) -> None:
+    with create_engine(server).connect() as store:
+        store.execute(
+            text("SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory'")
+        )
+
+
 def test_locks_that_a_server_ended_are_taken_again(postgres: str) -> None:
     locks = ServerLocks(postgres, _DIALECTS["postgresql"], keep_seconds=0.05)
     other = open_locks(postgres)
     assert locks.take(2**61 + 7) and other.is_taken(2**61 + 7)
-    with create_engine(postgres).connect() as store:
-        store.execute(
-            text("SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory'")
-        )
+    end_sessions(postgres)
     # To take it here shows the error of a server that lets nobody in.
     assert soon(lambda: other.is_taken(2**61 + 7)), locks.take(2**61 + 7)
     locks.close()
     other.close()
+
+
+def test_a_server_that_restarts_makes_no_member_dead(postgres: str) -> None:
+    locks, other, watcher = (
+        ServerLocks(postgres, _DIALECTS["postgresql"], keep_seconds=1.0) for _ in range(3)
+    )
+    assert locks.take(2**61 + 8) and other.take(2**61 + 9)
+    other.close()
+    assert soon(lambda: not locks.is_taken(2**61 + 9))
+    end_sessions(postgres)
+    assert soon(lambda: locks.is_taken(2**61 + 9)), "its owner may be about to take it again"
+    assert watcher.is_taken(2**61 + 8) and not watcher.is_taken(2**61 + 9)
+    assert soon(lambda: not locks.is_taken(2**61 + 9))
+    locks.close()
+    watcher.close()
 
 
 def test_a_process_that_lost_the_lead_to_another_one_stops(tmp_path: Path) -> None:

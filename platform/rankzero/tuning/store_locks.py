@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import struct
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -94,11 +96,9 @@ class ServerLocks:
     def __init__(self, url: str, dialect: _Dialect, keep_seconds: float = _KEEP_SECONDS) -> None:
         self._url, self._dialect, self._held = url, dialect, list[int]()
         self._session: Connection | None = None
+        self._keep_seconds, self._back_at = keep_seconds, -math.inf
         self._mutex, self._over = threading.RLock(), threading.Event()
-        given = (keep_seconds,)
-        self._thread = threading.Thread(
-            target=self._keep, args=given, daemon=True, name="rankzero-study-locks"
-        )
+        self._thread = threading.Thread(target=self._keep, daemon=True, name="rankzero-study-locks")
         self._thread.start()
 
     def take(self, number: int) -> bool:
@@ -110,8 +110,11 @@ class ServerLocks:
             return is_own
 
     def is_taken(self, number: int) -> bool:
-        """Return whether another session holds the lock."""
-        return self._ask(self._dialect.is_taken, number)
+        """Return whether another session holds the lock, or may soon take it again."""
+        # A server that restarts ends all sessions, and their owners need moments to come back.
+        return self._ask(self._dialect.is_taken, number) or (
+            time.monotonic() < self._back_at + 2 * self._keep_seconds
+        )
 
     def close(self) -> None:
         """Free all locks."""
@@ -125,21 +128,27 @@ class ServerLocks:
         from sqlalchemy import text
 
         with self._mutex:
+            is_new = self._session is None
             try:
                 if self._session is None:
                     session = drivers.connect(self._url, _CONNECT_SECONDS)
                     self._session = session.execution_options(isolation_level="AUTOCOMMIT")
                     self._session.execute(text(self._dialect.begin))
+                    for held in self._held:  # by a session that was lost
+                        self._session.execute(text(self._dialect.take), {"number": held})
+                        self._back_at = time.monotonic()
                 return bool(self._session.execute(text(query), {"number": number}).scalar())
             except Exception:
                 # The server may have ended the session, and all locks with it.
                 broken, self._session = self._session, None
                 if broken is not None:
                     broken.invalidate()
-                raise
+                if is_new:
+                    raise
+            return self._ask(query, number)
 
-    def _keep(self, seconds: float) -> None:
-        while not self._over.wait(seconds):
+    def _keep(self) -> None:
+        while not self._over.wait(self._keep_seconds):
             # A session may hold a lock many times. The server may be unreachable for a while.
             with contextlib.suppress(Exception), self._mutex:
                 for number in self._held:
