@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import types
 from pathlib import Path
@@ -171,6 +172,23 @@ def test_progress_is_reported_once() -> None:
             time.sleep(0.01)
         time.sleep(0.1)
     assert len(reports) == 1
+
+
+def test_a_report_of_progress_that_hangs_holds_up_no_watchdog() -> None:
+    reports, disk = list[int](), threading.Event()
+
+    def report() -> None:
+        reports.append(1)
+        disk.wait(30)
+
+    watchdog = Watchdog(LIMIT_SECONDS / 60, 0, (), on_progress=report)
+    began = time.monotonic()
+    with watchdog.watching():
+        while len(reports) < 1 or time.monotonic() < began + 0.3:
+            watchdog.beat()
+            time.sleep(0.01)
+    disk.set()
+    assert time.monotonic() - began < 20 and len(reports) == 1
 
 
 def test_a_process_that_beats_is_not_ended(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class Watchdog:
     after the training nothing beats: all of it together may take as long as a first step, and at
     least `setup_seconds`. `on_hang`: called with the failure before the process ends, each in a
     thread of its own. `local_processes`: the process ids of this node's ranks, by rank.
-    `on_progress`: called every few seconds, by the watchdog's thread, if there were beats.
+    `on_progress`: called every few seconds, in a thread of its own, if there were beats.
     `is_gpu_busy`: asked before a rank that is not seen to wait is blamed.
     """
 
@@ -160,14 +160,16 @@ class Watchdog:
         # When the rank was last seen to wait. If a peer's death releases it, it has not hung since
         # its last beat, but only since then.
         waited_until, beats = 0.0, self._beats
-        self._looked = time.monotonic(), 0.0
+        self._looked, reporter = (time.monotonic(), 0.0), threading.Thread()
         while not self._over.wait(self._interval):
             # Time in which the whole process was stopped does not count.
             before, after = self._looked[1], self.suspended_seconds()
             self._last, waited_until = self._last + after - before, waited_until + after - before
-            if self._beats != beats:
+            # A disk that hangs must not hold up this thread, nor gather others.
+            if self._beats != beats and not reporter.is_alive():
                 beats = self._beats
-                self._on_progress()
+                reporter = threading.Thread(target=self._on_progress, daemon=True)
+                reporter.start()
             self._looked = time.monotonic(), after
             phase = self._phase
             last, now = self._last, time.monotonic()
