@@ -9,8 +9,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from rankzero import Experiment
-from rankzero.events import Event, StepsLogged
-from rankzero.run_store.folder import RunFolder
+from rankzero.events import Event, RunEnded, StepsLogged
+from rankzero.run_store.folder import Identity, RunFolder
+from rankzero.run_store.journal import read_all
 from rankzero.tuning.reports.study_run import StudyRun, own_settings, trials_markdown
 from rankzero.tuning.trial import State, Trial, Trials
 
@@ -95,3 +96,12 @@ def test_a_setting_with_the_name_of_a_column_has_another_head() -> None:
     assert own_settings([found]) == heads
     first = trials_markdown([found]).splitlines()[0]
     assert first.count("seeds") == 2 and "setting seeds" in first
+
+
+def test_a_disk_that_hides_the_claim_for_a_moment_costs_no_end(tmp_path: Path) -> None:
+    identity = Identity("s", "uuid", "tests", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    with StudyRun.open(tmp_path, identity, Experiment(), [], offline=True, tags={}) as run:
+        run.finish("It is decided.", {})
+        (run.folder.path / "recorder.json").rename(tmp_path / "away")
+    (ended,) = (one for one in read_all(run.folder.events) if isinstance(one, RunEnded))
+    assert ended.status == "FINISHED"

@@ -90,7 +90,8 @@ class StudyRun:
             raise
         finally:
             # Another process may have begun an attempt in this folder, and the end is not its own.
-            if run_locks.latest(log.folder, 0) == claim:
+            # None: a disk that fails for a moment. This process's claim may still be there.
+            if run_locks.latest(log.folder, 0) in (claim, None):
                 log(RunEnded(time.time(), run._status, run._reason, None, run._summary))
             log.close(finished=run._status == "FINISHED")
 
