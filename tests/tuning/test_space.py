@@ -411,4 +411,9 @@ def test_a_batch_that_cannot_be_divided_among_each_number_of_devices_is_named() 
     assert three.batch_sizes == (96,)
     (text,) = three.warnings()
     assert text.startswith("no trial has train.batch_size=32, 64, 128, which cannot be")
+    few = make_space(override(batches, {BATCH: 96}), 1, 0.5, samples=200, more=(3,)).warnings()
+    assert [text.partition(" which")[0] for text in few] == [
+        "no trial has train.batch_size=32, 64,",
+        "no trial has train.batch_size=128,",
+    ]
     assert make_space(batches, 1, 0.5).warnings() == []

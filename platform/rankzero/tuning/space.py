@@ -84,7 +84,7 @@ class Space:
         """Return why the winner might only be lucky, and what is not as the user asked for."""
         own, parts = type(self.reference).search.get(BATCH), math.lcm(*self.devices)
         sizes = own.options if isinstance(own, Choice) else ()
-        lost = ", ".join(str(size) for size in sizes if size % parts)
+        lost = ", ".join(str(size) for size in sizes if size % parts and size <= self.samples / 2)
         found = [
             f"the search chooses {key}: if that decides which data are used, the easiest data "
             f"win. Leave it out of `search`; `rankzero repeat EXP --over {key}=…` trains on each"
