@@ -311,7 +311,8 @@ def test_defaults_of_a_file_that_was_edited_since_its_import_do_not_replace_sett
 ) -> None:
     base, file = tmp_path / "edited_base.py", tmp_path / "edited_since.py"
     base.write_text("import rankzero\n\nclass Base(rankzero.Experiment):\n    lr: float = 0.25\n")
-    file.write_text("from edited_base import Base\n\nclass Edited(Base):\n    width: int = 3\n")
+    settings = "    width: int = 3\n    password: str = 'planted'\n"
+    file.write_text(f"from edited_base import Base\n\nclass Edited(Base):\n{settings}")
     monkeypatch.syspath_prepend(tmp_path)
     edited = importlib.import_module("edited_since")
     rankzero.train(edited.Edited(), dir=tmp_path)
@@ -319,6 +320,9 @@ def test_defaults_of_a_file_that_was_edited_since_its_import_do_not_replace_sett
     base.write_text(base.read_text().replace("0.25", "0.5"))
     rankzero.train(edited.Edited(), dir=tmp_path)
     assert "lr=0.25" in called and "width=3" in called
+    assert "planted" not in str(called), "anyone can read a command line"
+    rankzero.train(edited.Edited(password="another"), dir=tmp_path)
+    assert "password=another" in called, "only the file has a default"
 
 
 @pytest.mark.parametrize("over", [{"lr": 0.1}, {"name": "ab"}, "lr", [0.1]])

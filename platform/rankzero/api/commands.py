@@ -27,6 +27,7 @@ from rankzero.experiment import Experiment, is_outdated
 from rankzero.launch.request import with_secrets
 from rankzero.launch.signals import handled_signals
 from rankzero.mlflow_store.server import has_screen
+from rankzero.redaction.text import blotted
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.location import root_of
 from rankzero.run_store.spoken_names import new_name
@@ -249,8 +250,11 @@ def _words(verb: str, experiment: object) -> list[str]:
             f"rankzero.{verb} takes an object of an experiment's class, such as {name}(), got "
             f"{experiment!r}"
         )
-    # The command imports the file as it is now, which may have other defaults.
-    defaults = {} if is_outdated(type(experiment)) else config.rendered(type(experiment)())
+    defaults = config.rendered(type(experiment)())
+    # The command imports the file as it is now, which may have other defaults. A secret stays in
+    # the file: anyone can read a command line.
+    if is_outdated(type(experiment)):
+        defaults = {key: defaults[key] for key in blotted(defaults)}
     settings = config.rendered(experiment).items()
     changed = [f"{key}={text}" for key, text in settings if text != defaults.get(key)]
     return [verb, _reference_of(experiment), *changed]

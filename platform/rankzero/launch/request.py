@@ -182,7 +182,8 @@ def with_changes(experiment: Configured, changes: Mapping[str, Any]) -> Configur
             f"train.epochs={train.epochs} changes nothing, because train.steps={train.steps} "
             "decides the length: set train.steps, or add train.steps=none"
         )
-    is_asked = "train.limits.stop_at_target" in changes and train.limits.stop_at_target
+    # `rankzero.train` may pass all settings of an experiment, which has this one in vain by itself.
+    is_asked = train.limits.stop_at_target and not experiment.train.limits.stop_at_target
     if is_asked and changed.goal.target is None:
         raise config.ConfigError(
             "train.limits.stop_at_target=true changes nothing, because goal.target is none: add "

@@ -136,6 +136,8 @@ def test_a_stop_at_no_target_is_refused_where_it_is_asked_for() -> None:
     aimed = with_changes(Experiment(), {**asked, "goal.target": "0.5"})
     assert aimed.train.limits.stop_at_target
     assert not with_changes(aimed, {"goal.target": "none"}).goal.target, "an older run may have it"
+    own = Experiment(train=Train(limits=Train.Limits(stop_at_target=True)))
+    assert with_changes(own, asked) == own, "a program passes what the experiment has by itself"
 
 
 @pytest.mark.parametrize(("machines", "nproc"), [(Machines(2, 2), 4), (Machines(1, 2), None)])
