@@ -136,12 +136,11 @@ def attempt(
         device.forget_peak_memory(world)
         restore.newest(log.folder.checkpoints, job, state, log.notice, required=resumes)
         test_sets = final_test.load_sets(experiment, world)
-        used = {"training": job.train_loader.dataset}
-        used |= {sets.context(name): one.dataset for name, one in job.val_loaders.items()}
+        validation = {sets.context(name): one.dataset for name, one in job.val_loaders.items()}
+        used = {"training": job.train_loader.dataset, **validation, **test_sets}
         file = request.environment.get("rankzero.experiment_file", request.experiment_file)
-        used |= test_sets
-        data = used if world.ranks.first else {}
-        described = [digest.describe(one, use, file) for use, one in data.items()]
+        data = used.items() if world.ranks.first else ()
+        described = [digest.describe(one, use, file) for use, one in data]
         run.start(state.step, job.total_steps, described, job.model_tags)
         for text in _notices(request, job, state, used):
             log.notice(text)

@@ -182,6 +182,8 @@ class Watchdog:
             # another thread is, and CPython has had it since 2.5.
             frame = sys._current_frames()[threading.main_thread().ident or 0]
             since, waits = max(last, waited_until), self._waits(frame, now - last > allowed)
+            # A driver that does not answer holds this thread up, but not the process.
+            self._looked = time.monotonic(), after
             if waits:
                 since, allowed, waited_until = last, allowed * WAITING_FACTOR, now
             if now - since > allowed:
