@@ -23,6 +23,9 @@ from frameworks.examples import (
     steps_of,
     tracked,
 )
+from rankzero.catalog.lookup import folders
+from rankzero.events import RunEnded
+from rankzero.run_store.journal import read_all
 
 pytestmark = pytest.mark.timeout(
     2 * SECONDS
@@ -165,6 +168,31 @@ assert "torch" not in sys.modules
     assert "left before its end" in runs["FAILED"].tags["rankzero.reason"]
     assert steps_of(tmp_path, runs["FINISHED"], "train/loss") == list(range(45, 89))
     assert not checkpoints(tmp_path)
+
+
+def test_fit_within_another_and_a_second_callback_end_no_run(tmp_path: Path) -> None:
+    code, output = run(
+        script(
+            tmp_path,
+            """
+model = example.convnet(4)
+train, val = example.digits(64)
+
+def probe(*_):
+    tracker = example.RankZeroCallback("probe", checkpoints=False)
+    example.convnet(4).fit(train, epochs=1, callbacks=[tracker], verbose=0)
+
+callbacks = [example.RankZeroCallback(name, checkpoints=False) for name in ("one", "two")]
+callbacks.append(keras.callbacks.LambdaCallback(on_epoch_end=probe))
+model.fit(train, epochs=2, callbacks=callbacks, verbose=0)
+""",
+        ),
+        tmp_path,
+    )
+    assert code == 0, output
+    for folder in folders(tmp_path / "mlruns/runs"):
+        ends = [one for one in read_all(folder.events) if isinstance(one, RunEnded)]
+        assert [one.status for one in ends] == ["FINISHED"]
 
 
 def test_evaluation_after_the_training_is_the_final_one(tmp_path: Path) -> None:

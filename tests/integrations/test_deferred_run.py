@@ -87,6 +87,28 @@ def test_training_ends_what_its_thread_has_left_open() -> None:
     assert not OPEN
 
 
+def test_training_ends_none_that_it_runs_within() -> None:
+    outer, inner = DeferredRun("mine", offline=True), DeferredRun("mine", offline=True)
+    outer.begin_training().unless_ended = RuntimeError("caught")
+
+    def callback_of_an_epoch() -> None:
+        inner.begin_training()
+        inner.end()
+
+    callback_of_an_epoch()
+    assert steps_and_ends(outer)[1] == []
+    outer.end()
+
+
+def test_two_callbacks_of_one_training_end_neither() -> None:
+    runs, call = [DeferredRun("mine", offline=True) for _ in range(2)], object()
+    for run in runs:
+        run.begin_training(call=call).unless_ended = RuntimeError("caught")
+    for run in runs:
+        assert steps_and_ends(run)[1] == []
+        run.end()
+
+
 def test_training_of_another_thread_is_not_ended() -> None:
     run, other = DeferredRun("mine", offline=True), DeferredRun("mine", offline=True)
 

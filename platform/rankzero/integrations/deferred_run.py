@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
+import traceback
 from collections.abc import Mapping
 from multiprocessing.context import get_spawning_popen
 from typing import Any
@@ -14,6 +16,9 @@ from rankzero.experiment import Goal
 from rankzero.integrations.own_loop.logged_files import text_name
 from rankzero.integrations.own_loop.track import track
 from rankzero.integrations.own_loop.tracked_run import OPEN, TrackedRun
+
+_Place = tuple[int, list[str]]
+"""A thread, and the names of the functions on its stack."""
 
 
 class DeferredRun:
@@ -82,21 +87,26 @@ class DeferredRun:
         self._run.reopen()
         return self._run
 
-    def begin_training(self, step: int = 0, ahead: int | None = None) -> TrackedRun:
+    def begin_training(
+        self, step: int = 0, ahead: int | None = None, call: object = None
+    ) -> TrackedRun:
         """Return the run as `begin` does, for a training that continues from the step.
 
         A second training that begins at step 0 counts on from the steps of the first. Otherwise its
         metrics would have two values at a step. `ahead`: by how much the steps of the run are ahead
-        of those that the framework will count, if that is known: as before by default.
+        of those that the framework will count, if that is known: as before by default. `call`: what
+        all callbacks of one call of the framework share.
 
         Raises UserError in a fork of the process that has the run open: everything would be lost.
         """
         self.end_unreported()
+        stack = traceback.walk_stack(sys._getframe())
+        place = threading.get_ident(), [frame.f_code.co_name for frame, _ in stack]
         for other in list(OPEN.values()):
             if other is not self._run:
-                other.end_left()
+                other.end_left(place, call)
         run = self.begin()
-        run.end_left = functools.partial(self._end_left, threading.get_ident())
+        run.end_left = functools.partial(self._end_left, place, call)
         if run.name is not None and self._pid != os.getpid() and not run.reopen():
             raise UserError(
                 f"{run.name} is open in process {self._pid}, which forked this one: call the run's "
@@ -110,12 +120,18 @@ class DeferredRun:
         self._has_trained = self._trains = True
         return run
 
-    def _end_left(self, thread: int) -> None:
+    def _end_left(
+        self, place: _Place, call: object, newer_place: _Place, newer_call: object
+    ) -> None:
         """End a training of this thread whose exception was caught, or what came after one."""
         # Another thread may be within its training.
-        if threading.get_ident() == thread:
+        if newer_place[0] != place[0]:
+            return
+        # A training within another one has the functions of both on its stack. Two callbacks in one
+        # call have the same ones.
+        if newer_place == place and (call is None or newer_call is not call):
             self.end_unreported()
-            self.end_if_over()
+        self.end_if_over()
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Log metrics at the framework's step. A text becomes an artifact in ``text/``."""

@@ -69,7 +69,7 @@ class RankZeroCallback(keras.callbacks.Callback):
         self._fits = self._begins = True
         error = RuntimeError("fit was left before its end")
         # Only the first epoch's number says whether it continues.
-        self._run.begin_training(1).unless_ended = error
+        self._run.begin_training(1, call=self.params).unless_ended = error
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Continue the numbers of the batches, also from an `initial_epoch`."""

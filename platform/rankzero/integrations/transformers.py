@@ -43,9 +43,10 @@ class RankZeroCallback(TrainerCallback):
         states: dict[str, Any] = state.stateful_callbacks
         ahead = states.get(_STATE, {}).get("attributes", {}).get("ahead")
         # Transformers reports no exception. One that the user catches would look like success.
-        self._run.begin_training(state.global_step, ahead).unless_ended = RuntimeError(
+        error = RuntimeError(
             "Trainer.train() did not reach its end, and the script caught the exception"
         )
+        self._run.begin_training(state.global_step, ahead, state).unless_ended = error
         states[_STATE] = {"args": {}, "attributes": {"ahead": self._run.ahead}}
 
     def _next_trial(self, name: str | None) -> None:

@@ -65,7 +65,7 @@ class TrackedRun:
         self._top = self
         self.is_owned = False
         """Whether a `with` block or an adapter ends the run."""
-        self.end_left: Callable[[], object] = lambda: None
+        self.end_left: Callable[..., object] = lambda *_: None
         """Ends an adapter's run that nothing else will end. The next training calls it."""
         self._active: str | None = None
         self._goal, self._keep, self._params = goal, keep, dict(params or {})
