@@ -87,6 +87,18 @@ def test_training_ends_what_its_thread_has_left_open() -> None:
     assert not OPEN
 
 
+def test_evaluation_after_a_cell_that_was_interrupted_ends_the_run_again() -> None:
+    run = DeferredRun("mine", offline=True)
+    run.begin_training()
+    run.evaluated({"val/loss": 1.0}, 4)
+    run.begin().finish(KeyboardInterrupt())  # As the end of the cell does.
+    run.evaluated({"val/loss": 0.5}, 4)
+    run.end_if_over()
+    assert steps_and_ends(run)[1] == ["KILLED", "FINISHED"]
+    assert run.begin().had(["final/val/loss"], 4)
+    run.end()
+
+
 def test_training_ends_none_that_it_runs_within() -> None:
     outer, inner = DeferredRun("mine", offline=True), DeferredRun("mine", offline=True)
     outer.begin_training().unless_ended = RuntimeError("caught")

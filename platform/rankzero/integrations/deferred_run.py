@@ -33,7 +33,7 @@ class DeferredRun:
         self._run: TrackedRun | None = None
         self._pid = 0
         """The process that began the run."""
-        self._has_trained = self._trains = False
+        self._has_trained = False
         self.ahead = 0
         """By how much the steps of the run are ahead of those that the framework counts."""
 
@@ -56,7 +56,7 @@ class DeferredRun:
     @property
     def is_over(self) -> bool:
         """Whether the newest training has ended."""
-        return self.has_trained and not self._trains
+        return self.has_trained and not (self._run is not None and self._run.trains)
 
     @property
     def goal(self) -> Goal:
@@ -117,7 +117,7 @@ class DeferredRun:
             self.ahead = run.highest_step
         elif ahead is not None:
             self.ahead = ahead
-        self._has_trained = self._trains = True
+        self._has_trained = run.trains = True
         return run
 
     def _end_left(
@@ -162,7 +162,6 @@ class DeferredRun:
 
     def end(self, error: BaseException | None = None) -> None:
         """End the run, or its newest attempt: FINISHED, or as `error` demands."""
-        self._trains = False
         if self._run is not None:
             self._run.finish(error)
 

@@ -12,7 +12,7 @@ class NullTrackedRun(TrackedRun):
 
     name = folder = id = url = unless_ended = None
     step = highest_step = 0
-    was_elsewhere = False
+    was_elsewhere = trains = False
 
     def __init__(self) -> None: ...
 

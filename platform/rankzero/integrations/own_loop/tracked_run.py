@@ -95,6 +95,8 @@ class TrackedRun:
         )
         self.unless_ended: BaseException | None = None
         """The error to assume if the process ends and nobody has ended the attempt."""
+        self.trains = False
+        """Whether an adapter's training began in this attempt, which has not ended."""
         self._attempt.start(self._params)
         OPEN[self._log.folder.path] = self
         self._at_exit = process_end.at_exit(
@@ -207,7 +209,7 @@ class TrackedRun:
             active, self._active = self._active, None
             if active is not None:
                 self._guarded("mlflow keeps the run active", lambda: mlflow_calls.leave(active))
-            self._is_open = False
+            self._is_open = self.trains = False
             self._at_exit.cancel()
             OPEN.pop(self._log.folder.path, None)
             self._attempt.end(error)
