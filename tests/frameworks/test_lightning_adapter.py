@@ -8,7 +8,7 @@ import pytest
 
 from frameworks.examples import SECONDS, needs, run
 from frameworks.lightning_script import fitted, points
-from rankzero.events import Evaluated, Noticed, RunEnded, RunStarted, StepsLogged
+from rankzero.events import ArtifactLogged, Evaluated, Noticed, RunEnded, RunStarted, StepsLogged
 from rankzero.run_store.journal import read_all
 
 pytestmark = pytest.mark.timeout(2 * SECONDS)
@@ -175,6 +175,46 @@ def test_checkpoints_that_a_thread_writes_are_logged_at_the_end(tmp_path: Path) 
     sizes = {path.name: path.stat().st_size for path in kept.iterdir()}
     assert sizes == {one.name: one.stat().st_size for one in (tmp_path / "saved").iterdir()}
     assert len(sizes) == 2
+
+
+def test_checkpoints_that_lightning_has_replaced_are_logged_once_or_not(tmp_path: Path) -> None:
+    events = fitted(
+        tmp_path,
+        "from lightning.pytorch.plugins.io import AsyncCheckpointIO",
+        "logger = RankZeroLogger('steps', name='r1', offline=True, log_checkpoints=True)",
+        "callbacks = [ModelCheckpoint('saved', monitor='train/mine', mode='max', save_last=True)]",
+        "trained(Model, 3, None, logger, callbacks, plugins=[AsyncCheckpointIO()])",
+    )
+    assert not [one.text for one in events if isinstance(one, Noticed)]
+    kept = sorted(one.name for one in (tmp_path / "saved").iterdir())
+    copies = (tmp_path / "mlruns/runs/r1/artifacts/checkpoints").iterdir()
+    assert sorted(one.name for one in copies) == kept and len(kept) == 2
+    assert sum(isinstance(one, ArtifactLogged) for one in events) == 2
+
+
+def test_fork_of_a_process_with_an_open_run_trains_to_its_end(tmp_path: Path) -> None:
+    events = fitted(
+        tmp_path,
+        "logger = RankZeroLogger('steps', name='r1', offline=True)",
+        "logger.experiment.set_tags({'team': 'a'})",
+        "trained(Model, 1, None, logger, [], strategy='ddp_notebook', devices=2)",
+    )
+    assert [one.status for one in events if isinstance(one, RunEnded)] == ["FINISHED"]
+
+
+def test_test_in_a_fork_of_its_own_has_the_last_steps_number(tmp_path: Path) -> None:
+    events = fitted(
+        tmp_path,
+        "class Tested(Model):",
+        "    def test_step(self, batch, batch_idx):",
+        "        self.log('test/loss', 1.0)",
+        "logger = RankZeroLogger('steps', name='r1', offline=True)",
+        "logger.experiment.finish()",
+        "fork = {'strategy': 'ddp_notebook', 'devices': 2}",
+        "trainer = trained(Tested, 1, None, logger, [RankZeroCallback(logger)], **fork)",
+        "trainer.test(Tested())",
+    )
+    assert [*points(events)["test/loss"]] == [6]
 
 
 def test_hyperparameter_without_a_text_costs_only_itself(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from functools import reduce
 from operator import add
+from pathlib import Path
 from typing import Any, TypeGuard
 
 from rankzero.errors import UserError
@@ -138,6 +139,7 @@ class RankZeroLogger(Logger):
         elif trains and self._is_of_next(step):
             step += 1
         values = {f"{self._prefix}{name}": metrics[name] for name in metrics if name != "epoch"}
+        run.begin()  # A fork learns thereby of a training in another one.
         if "epoch" in metrics and step is not None and run.is_over:
             # Another Trainer counts from 0.
             step = max(step, self.newest_step or run.begin().highest_step - run.ahead)
@@ -148,7 +150,10 @@ class RankZeroLogger(Logger):
         """Begin a training by its first step with metrics, as nothing else reports it."""
         run = self.deferred_run
         is_second = run.has_trained and step + run.ahead <= run.begin().highest_step
-        run.begin_training(0 if is_second else step)
+        try:
+            run.begin_training(0 if is_second else step)
+        except UserError as error:  # The training runs already, and the other ranks go on.
+            run.begin().tell("fork", str(error))
         # Without the callback, the steps begin at 0.
         run.ahead += is_second
 
@@ -183,8 +188,10 @@ class RankZeroLogger(Logger):
 
     def _copy_checkpoints(self) -> None:
         saved, self._unwritten = self._unwritten, []
-        for path in saved:
-            self.deferred_run.begin().log_artifact(path, "checkpoints")
+        # A thread may have written one several times, and Lightning deletes all but the best.
+        for path in dict.fromkeys(saved):
+            if path == saved[-1] or Path(path).exists():
+                self.deferred_run.begin().log_artifact(path, "checkpoints")
 
     def finalize(self, status: str) -> None:
         """End the run with Lightning's status, unless the callback has ended it before."""
