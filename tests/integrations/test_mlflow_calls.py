@@ -16,6 +16,7 @@ from rankzero.tracking import delivery_status
 
 SCRIPT = """
 import os, threading, mlflow, rankzero
+os.environ["MLFLOW_EXPERIMENT_ID"] = "7"
 mlflow.set_tracking_uri("sqlite:///elsewhere.db")
 del os.environ["MLFLOW_TRACKING_URI"]
 with rankzero.track("mine", {"lr": 0.1}, name="finished") as run:
@@ -34,9 +35,10 @@ with rankzero.track("mine", {"lr": 0.1}, name="finished") as run:
     run.log({"ours": 1.0}, step=3)
 assert mlflow.active_run() is None
 assert "MLFLOW_TRACKING_URI" not in os.environ, "a later run goes to its own folder"
-assert "MLFLOW_EXPERIMENT_ID" not in os.environ, "a program with another store has its own"
+assert os.environ.pop("MLFLOW_EXPERIMENT_ID") == "7", "a program with another store has its own"
 outer = rankzero.track("mine", name="outer")
 outer.mlflow()
+assert "MLFLOW_EXPERIMENT_ID" not in os.environ
 inner = outer.child("inner")
 inner.mlflow()
 mlflow.log_metric("deep", 1.0)

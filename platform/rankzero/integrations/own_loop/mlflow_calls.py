@@ -17,14 +17,16 @@ def enter(tracking_uri: str, experiment_id: str, run_id: str) -> None:
     # mlflow sets variables, too. They would send later runs in another `folder` to this store, and
     # give programs that use another store the id of this one's experiment.
     names = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_ID")
-    unset = [name for name in names if name not in os.environ]
+    before = {name: os.environ.get(name) for name in names}
     try:
         mlflow.set_tracking_uri(tracking_uri)
         # It refuses a run of another experiment than the active one.
         mlflow.set_experiment(experiment_id=experiment_id)
     finally:
-        for name in unset:
+        for name, value in before.items():
             os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
     # The recorder samples already. Nested: another active run stays below it.
     mlflow.start_run(run_id, nested=True, log_system_metrics=False)
 
