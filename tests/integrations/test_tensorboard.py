@@ -35,8 +35,11 @@ def ends(writer: SummaryWriter) -> list[str]:
     return [event.status for event in events if isinstance(event, RunEnded)]
 
 
-def test_notebooks_experiment_is_not_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["/usr/lib/ipykernel_launcher.py", "-f", "kernel.json"])
+@pytest.mark.parametrize("launcher", ["ipykernel_launcher", "colab_kernel_launcher"])
+def test_notebooks_experiment_is_not_the_kernels(
+    launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", [f"/usr/lib/{launcher}.py", "-f", "kernel.json"])
     with SummaryWriter(offline=True) as writer:
         assert folder_of(writer).identity.experiment == "tensorboard"
 

@@ -42,7 +42,7 @@ class SummaryWriter:
         self._is_own, self._hparams = run is None, 0
         settings = {name: value for name, value in options.items() if name not in _OF_FILES}
         experiment = Path(log_dir).name if log_dir else Path(sys.argv[0]).stem
-        if experiment == "ipykernel_launcher":  # A notebook does not know its own name.
+        if experiment.endswith("kernel_launcher"):  # A notebook does not know its own name.
             experiment = "tensorboard"
         experiment += comment
         self.run = run or track(settings.pop("experiment", experiment or "tensorboard"), **settings)
