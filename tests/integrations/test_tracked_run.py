@@ -745,9 +745,19 @@ def test_logged_values_of_the_goal_are_judged_if_an_adapter_asks_for_it() -> Non
         for epoch, score in enumerate((0.5, 0.25, 0.75, 0.5, 0.125), 1):
             run.log({"val/score": score, "loss": 1.0}, epoch)
     found = [(one.step, one.best) for one in journal(run) if isinstance(one, Evaluated)]
-    assert found == [(1, True), (3, True), (5, False)]
+    assert found == [(3, True), (5, False)]
     end = journal(run)[-1].metrics
     assert (end["best"], end["val/score"]) == (0.75, 0.125)
+
+
+def test_logged_value_of_the_goal_whose_step_goes_back_is_judged() -> None:
+    with unrecorded(Goal("val/score", "max")) as run:
+        run.judge_logged()
+        for step, score in ((2, 0.25), (1, 0.5)):
+            run.log({"val/score": score}, step)
+    found = [(one.step, one.best) for one in journal(run) if isinstance(one, Evaluated)]
+    assert found == [(1, True)] and journal(run)[-1].metrics["best"] == 0.5
+    assert not [one for one in journal(run) if isinstance(one, Noticed) and "again" in one.text]
 
 
 @pytest.mark.parametrize("kind", ["even", "odd", "back"])

@@ -174,16 +174,10 @@ class MetricHistory:
             for name, value in new.items():
                 columns[name].append(value)
             if self.judges_rows and self._goal.metric in new:
-                self._judge(new[self._goal.metric], at, judged)
+                event = self._evaluated({self._goal.metric: new[self._goal.metric]}, at, moment)
+                # A loop may log the goal's metric at each step.
+                judged = [one for one in judged if one.best and not event.best] + [event]
         return [*(StepsLogged(*columns) for columns in events.values() if columns[2]), *judged]
-
-    def _judge(self, value: float, step: int, judged: list[Evaluated]) -> None:
-        """Add an evaluation to the best ones so far, in the place of one that is not the best."""
-        event, _, _ = self.evaluation({self._goal.metric: value}, step)
-        # A loop may log the goal's metric at each step.
-        if event is not None and judged and not judged[-1].best:
-            judged.pop()
-        judged += [] if event is None else [event]
 
     def evaluation(
         self, metrics: Mapping[str, float], step: int
@@ -200,18 +194,22 @@ class MetricHistory:
             if name not in known and series.step == step and series.time == when:
                 measured[name] = series.value
         new = {name: value for name, value in measured.items() if name not in known}
+        event = self._evaluated(new, step, when) if new else None
+        was_best = self._goal.metric in known and step == self._best_step
+        return event, measured, was_best or (event is not None and event.best)
+
+    def _evaluated(self, new: Mapping[str, float], step: int, moment: float) -> Evaluated:
+        """Return the event of an evaluation, and note it."""
         goal = new.get(self._goal.metric)
         better = goal is not None and self._goal.better(goal, self.best)
         if better:
             self.best, self._best_step = goal, step
-        if new:
-            self.last = {**known, **new}
-            self._evaluations[step] = self.last, when
-            if len(self._evaluations) > _MOST_EVALUATIONS:
-                del self._evaluations[next(iter(self._evaluations))]
-        event = Evaluated(when, step, new, better) if new else None
-        is_best = better or (self._goal.metric in known and step == self._best_step)
-        return event, measured, is_best
+        known, when = self._evaluations.get(step) or ({}, moment)
+        self.last = {**known, **new}
+        self._evaluations[step] = self.last, when
+        if len(self._evaluations) > _MOST_EVALUATIONS:
+            del self._evaluations[next(iter(self._evaluations))]
+        return Evaluated(moment, step, new, better)
 
     def _time_at(self, step: int, metrics: Collection[str]) -> float:
         """Return the time of the values that the step has already, or the time now."""
