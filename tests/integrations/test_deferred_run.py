@@ -44,6 +44,15 @@ def test_texts_are_artifacts_by_step() -> None:
     assert steps_and_ends(run) == ([3], ["FINISHED"])
 
 
+def test_texts_of_an_evaluation_are_artifacts(capsys: pytest.CaptureFixture[str]) -> None:
+    run = DeferredRun("mine", offline=True)
+    run.evaluated({"val/loss": 0.5, "val/worst": "a cat"}, 3)
+    run.end()
+    folder = Path("mlruns/runs", str(run.name), "artifacts/text")
+    assert (folder / "val/worst/step_3.md").read_text() == "a cat"
+    assert "NaN" not in capsys.readouterr().out
+
+
 def test_copy_continues_the_run_as_a_new_attempt() -> None:
     run = DeferredRun("mine", offline=True)
     run.log({"loss": 1.0}, 1)

@@ -135,15 +135,20 @@ class DeferredRun:
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Log metrics at the framework's step. A text becomes an artifact in ``text/``."""
-        run, at = self.begin(), None if step is None else step + self.ahead
-        texts = {name: value for name, value in values.items() if isinstance(value, str)}
-        for name, text in texts.items():
-            run.log_text(text, text_name(name, at))
-        run.log({name: value for name, value in values.items() if name not in texts}, at)
+        at = None if step is None else step + self.ahead
+        self.begin().log(self._numbers(values, at), at)
+
+    def _numbers(self, values: Mapping[str, Any], at: int | None) -> dict[str, Any]:
+        """Return the values without the texts, which become artifacts."""
+        for name, value in values.items():
+            if isinstance(value, str):
+                self.begin().log_text(value, text_name(name, at))
+        return {name: value for name, value in values.items() if not isinstance(value, str)}
 
     def evaluated(self, metrics: Mapping[str, Any], step: int) -> None:
         """Log validation metrics at the framework's step, or as `final` ones."""
-        self.begin().evaluated(self.final(metrics, step), step + self.ahead)
+        at = step + self.ahead
+        self.begin().evaluated(self._numbers(self.final(metrics, step), at), at)
 
     def final(self, metrics: Mapping[str, Any], step: int) -> Mapping[str, Any]:
         """Return metrics, under ``final/`` if the training has evaluated the step before it ended.
