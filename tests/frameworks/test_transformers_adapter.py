@@ -106,6 +106,25 @@ def test_each_trial_of_a_search_is_a_run(tmp_path: Path) -> None:
         assert start_of(events).params["trial"] == name[-1]
 
 
+def test_search_that_continues_and_the_training_after_it_take_new_runs(tmp_path: Path) -> None:
+    needs("optuna")
+    found = trained(
+        tmp_path,
+        "for _ in range(2):",
+        "    tracker = RankZeroCallback('hp', name='r', offline=True)",
+        "    one = trainer(tracker, eval_strategy='steps', eval_steps=2)",
+        "    one.model_init = lambda: Model(2, 1)",
+        "    one.hyperparameter_search(backend='optuna', n_trials=1, direction='minimize',",
+        "        hp_space=lambda trial: {",
+        "            'learning_rate': trial.suggest_float('learning_rate', 0.1, 1.0)})",
+        "one.train()",
+    )
+    assert {*found} == {"r-1", "r-2", "r"}
+    for events in found.values():
+        assert statuses(events) == ["FINISHED"] and max(points(events)["train/loss"]) == 2
+    assert [start_of(found[name]).params.get("trial") for name in ("r-2", "r")] == ["2", None]
+
+
 def start_of(events: list[object]) -> RunStarted:
     return next(event for event in events if isinstance(event, RunStarted))
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rankzero.integrations.deferred_run import DeferredRun
+from rankzero.run_store.location import root_of
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -23,11 +24,13 @@ _STATE = "rankzero"
 class RankZeroCallback(TrainerCallback):
     """Sends the metrics of a `Trainer` to MLflow. `options`: those of `rankzero.track`.
 
-    Each trial of `hyperparameter_search` is a run. The `name` then gets the trial's number, from 1.
+    Each trial of `hyperparameter_search` is a run, and the training after it is another one. The
+    `name` of a trial's run ends with the next number that no run has, from 1.
     """
 
     def __init__(self, experiment: str = "transformers", **options: Any) -> None:
         self._experiment, self._options, self._trials = experiment, options, 0
+        self._searches = False
         self._run = DeferredRun(experiment, **options)
         self._evaluated: set[str] = set()
         """The metrics of an evaluation in the newest log. `on_evaluate` gets them again."""
@@ -36,8 +39,8 @@ class RankZeroCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Start the run, with the training's arguments as params."""
-        if state.is_hyper_param_search:
-            self._next_trial(state.trial_name)
+        if state.is_hyper_param_search or self._searches:
+            self._next_run(state)
         self._run.add_params(_params(args))
         # A checkpoint has the state. The step of a second training is not the run's.
         states: dict[str, Any] = state.stateful_callbacks
@@ -49,15 +52,22 @@ class RankZeroCallback(TrainerCallback):
         self._run.begin_training(state.global_step, ahead, state).unless_ended = error
         states[_STATE] = {"args": {}, "attributes": {"ahead": self._run.ahead}}
 
-    def _next_trial(self, name: str | None) -> None:
+    def _next_run(self, state: TrainerState) -> None:
+        """Take another run for a trial, or for the training after the trials."""
         self._run.end_unreported()
         self._run.end()
-        self._trials += 1
-        options = dict(self._options)
-        if options.get("name") is not None:
-            options["name"] = f"{options['name']}-{self._trials}"
+        self._searches, options = state.is_hyper_param_search, dict(self._options)
+        if self._searches:
+            self._trials += 1
+            if (name := options.get("name")) is not None:
+                # A search of another process may continue.
+                runs = root_of(options.get("folder")) / "runs"
+                while (runs / f"{name}-{self._trials}").exists():
+                    self._trials += 1
+                options["name"] = f"{name}-{self._trials}"
         self._run = DeferredRun(self._experiment, **options)
-        self._run.add_params({"trial": name or self._trials})
+        if self._searches:
+            self._run.add_params({"trial": state.trial_name or self._trials})
 
     def on_log(
         self,
