@@ -354,6 +354,29 @@ def test_ignites_evaluator_of_two_data_sets_is_noted(tmp_path: Path) -> None:
     }
 
 
+HANDLED = """
+from ignite.engine import Engine, Events
+from rankzero.integrations.ignite import RankZeroHandler
+from rankzero.integrations.own_loop.tracked_run import OPEN
+trainer, tester = Engine(lambda engine, batch: 1.0), Engine(lambda engine, batch: 2.0)
+tracker = RankZeroHandler("tested", name="r1", offline=True).attach(trainer)
+tracker.attach_output_handler(tester, Events.COMPLETED, "test",
+    output_transform=lambda output: output)
+trainer.run(range(3), max_epochs=1)
+tester.run([1.0])
+assert not OPEN
+"""
+
+
+def test_output_handler_of_an_evaluator_after_the_training_ends_the_run(tmp_path: Path) -> None:
+    needs("ignite")
+    (tmp_path / "script.py").write_text(HANDLED)
+    code, output = run("script.py", tmp_path)
+    assert code == 0, output
+    events = list(read_all(tmp_path / "mlruns/runs/r1/events.jsonl"))
+    assert points(events)["test/output"] == {1: 2.0}
+
+
 RESUMED = """
 from ignite.engine import Engine
 from rankzero.integrations.ignite import RankZeroHandler
