@@ -44,14 +44,21 @@ class RankZeroHandler(BaseLogger):
         """The run, for everything else that it can log. Starts it."""
         return self._run.begin()
 
-    def attach(self, engine: Engine, log_handler: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def attach(
+        self,
+        engine: Engine,
+        log_handler: Any = None,
+        event_name: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Log a trainer and its evaluator: ``attach(trainer, evaluator)``.
 
-        The trainer outputs its loss, or metrics as a mapping or a sequence. With an
-        `event_name`, attaches a handler as Ignite's loggers do.
+        The trainer outputs its loss, or metrics as a mapping or a sequence. With an event, attaches
+        a handler as Ignite's loggers do.
         """
-        if args or kwargs:  # the event
-            handle = super().attach(engine, log_handler, *args, **kwargs)
+        if event_name is not None:
+            handle = super().attach(engine, log_handler, event_name, *args, **kwargs)
             # The engine may be an evaluator that runs after the training.
             engine.add_event_handler(Events.COMPLETED, self._run.end_if_over)
             return handle

@@ -350,8 +350,7 @@ class Deliverer:
         cursor = dataclasses.replace(cursor, offsets=offsets, checksums=checksums)
         # Only now: an error of `translate` must not lose the events.
         state = dataclasses.replace(self.state, cursor=cursor, problems=problems)
-        per_request = limits.METRICS_PER_BATCH
-        size = limits.METRICS_PER_TRANSACTION if self._is_embedded else per_request
+        size = limits.METRICS_PER_TRANSACTION if self._is_embedded else limits.METRICS_PER_BATCH
         items, self.state = translate(events, state, size)
         self._items.extend(items)
         if not items:
