@@ -230,7 +230,10 @@ _FIELDS: dict[str, Any] = {
 
 
 def _is_sound(event: Event) -> bool:
-    """Return whether the fields have their types, and values that no reader stumbles over."""
+    """Return whether the fields have their types, and values that no reader stumbles over.
+
+    Raises UnicodeEncodeError, which is a ValueError, for a path that no file can have.
+    """
     fields = vars(event)
     if not all(isinstance(value, _FIELDS[name]) for name, value in fields.items()):
         return False
@@ -242,13 +245,5 @@ def _is_sound(event: Event) -> bool:
         and all(isinstance(column, list) for column in columns)
         and -LATEST < fields.get("time", 0) < LATEST
         and fields.get("status", "FAILED") in get_args(Status)
-        and _is_path(fields.get("path", ""))
+        and b"\0" not in fields.get("path", "").encode("utf-8", "surrogateescape")
     )
-
-
-def _is_path(name: str) -> bool:
-    """Return whether the name is legal for a file: no zero byte, and encodable as paths are."""
-    try:
-        return b"\0" not in name.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        return False
