@@ -66,11 +66,11 @@ class Journal:
     ) -> None:
         is_new = not path.exists()
         self._descriptor = os.open(
-            path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644
+            path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644
         )
         self._most_waiting, self._os_write, self._fsync = most_waiting_bytes, write, fsync
         # A line that a killed writer left unfinished must not swallow the first new one.
-        self._waiting = bytearray() if _ends_with_newline(path) else bytearray(b"\n")
+        self._waiting = bytearray(b"" if _is_whole(self._descriptor) else b"\n")
         self._steps_written = 0.0
         self.lost = self._uncounted = 0
         self.problems: list[str] = []
@@ -278,11 +278,8 @@ def finish_line(path: Path) -> None:
 
 
 def _whole_lines(path: Path, offset: int, limit_bytes: int) -> bytes:
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return b""
-    with file:
+    chunk = b""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         file.seek(offset)
         # One event may be longer than the limit, and half of a line is no event.
         chunk = file.read(limit_bytes)
@@ -291,9 +288,7 @@ def _whole_lines(path: Path, offset: int, limit_bytes: int) -> bytes:
     return chunk[: chunk.rfind(b"\n") + 1]
 
 
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return True
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
+def _is_whole(descriptor: int) -> bool:
+    """Return whether a journal has no unfinished line at its end."""
+    size = os.fstat(descriptor).st_size
+    return not size or os.pread(descriptor, 1, size - 1) == b"\n"
