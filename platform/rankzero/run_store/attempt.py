@@ -14,10 +14,9 @@ from pathlib import Path
 from rankzero.errors import UserError
 from rankzero.events import Event, RunEnded, Status
 from rankzero.redaction.text import text_without_secrets
-from rankzero.run_store import disk, run_locks
+from rankzero.run_store import disk, lock_files, run_locks
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import Journal, finish_line, read, read_all
-from rankzero.run_store.lock_files import open_lock, try_lock
 
 DIED_WITHOUT_END = (
     "rank 0 died without writing its end "
@@ -114,30 +113,22 @@ def sole_launcher(folder: RunFolder, machines: int) -> Iterator[None]:
     """
     # The lock also covers the time between two attempts, when no process writes the run. Commands
     # of a run on several machines share the lock, because they may share the folder.
-    descriptor = open_lock(folder.path / "launcher.lock")
-    try:
-        # `has_launcher` of another machine holds it for a moment.
-        kind, seconds = (fcntl.LOCK_EX, 0.0) if machines == 1 else (fcntl.LOCK_SH, 1.0)
-        if not try_lock(descriptor, kind, seconds):
+    # `has_launcher` of another machine holds it for a moment.
+    kind, seconds = (fcntl.LOCK_EX, 0.0) if machines == 1 else (fcntl.LOCK_SH, 1.0)
+    with lock_files.lock(folder.path / "launcher.lock", kind, seconds) as is_sole:
+        if not is_sole:
             raise UserError(
                 f"{folder.path.name}: another command still trains or delivers it: stop that "
                 "command, or wait until it ends"
             )
         yield
-    finally:
-        os.close(descriptor)
 
 
 def has_launcher(folder: RunFolder) -> bool:
     """Return whether a command launches this run. Not for a command that does so itself."""
-    try:
-        descriptor = open_lock(folder.path / "launcher.lock")
-    except OSError:
-        return False
-    try:
-        return not try_lock(descriptor)
-    finally:
-        os.close(descriptor)
+    with contextlib.suppress(OSError), lock_files.lock(folder.path / "launcher.lock") as is_free:
+        return not is_free
+    return False
 
 
 def is_written(folder: RunFolder) -> bool:

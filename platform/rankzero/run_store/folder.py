@@ -13,10 +13,9 @@ from pathlib import Path
 from rankzero.errors import UserError
 from rankzero.events import Event
 from rankzero.redaction.text import url_without_secrets
-from rankzero.run_store import disk, names, symlinks
+from rankzero.run_store import disk, lock_files, names, symlinks
 from rankzero.run_store.journal import read_all
 from rankzero.run_store.location import make_root
-from rankzero.run_store.lock_files import open_lock, try_lock
 
 EVENTS, _CHILDREN = "events.jsonl", "children.txt"
 _CREATION_SECONDS = 5.0  # for another process to write the identity
@@ -101,14 +100,10 @@ class RunFolder:
         make_root(runs.parent)
         folder.path.mkdir(parents=True, exist_ok=True)
         symlinks.refuse(folder.path)
-        descriptor = open_lock(folder.path / "attempt.lock")
-        try:
-            free = try_lock(descriptor, seconds=_CREATION_SECONDS)
-            if not free or (folder.path / "run.json").exists() or folder.has_begun:
+        with lock_files.lock(folder.path / "attempt.lock", seconds=_CREATION_SECONDS) as is_free:
+            if not is_free or (folder.path / "run.json").exists() or folder.has_begun:
                 raise FileExistsError(folder.path)
             folder.write_identity(identity)
-        finally:
-            os.close(descriptor)
         return folder
 
     @classmethod

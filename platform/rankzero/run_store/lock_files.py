@@ -12,6 +12,7 @@ import resource
 import stat
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 _OPEN_FILES = 65536
@@ -55,6 +56,16 @@ def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX, seconds: float = 0.0) -
             return True
         else:
             return True
+
+
+@contextlib.contextmanager
+def lock(path: Path, kind: int = fcntl.LOCK_EX, seconds: float = 0.0) -> Iterator[bool]:
+    """Hold a lock for a block; yield whether it is held, after at most `seconds`."""
+    descriptor = open_lock(path)
+    try:
+        yield try_lock(descriptor, kind, seconds)
+    finally:
+        os.close(descriptor)
 
 
 def own_temporary_folder(shared: Path | None = None) -> Path | None:

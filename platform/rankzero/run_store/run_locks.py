@@ -22,9 +22,10 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
+from rankzero.run_store import lock_files
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.lock_files import open_lock, try_lock
 
@@ -141,23 +142,16 @@ def acquire(folder: RunFolder, node: int) -> int | None:
 
     The lock ends when every process that inherited the descriptor has closed it or died.
     """
-    name = "recorder.lock" if node == 0 else f"recorder-node_{node}.lock"
-    descriptor = open_lock(folder.path / name)
+    descriptor = open_lock(_lock_path(folder, node))
     if try_lock(descriptor):
         return descriptor
     os.close(descriptor)
     return None
 
 
-@contextlib.contextmanager
-def lock(folder: RunFolder, node: int) -> Iterator[bool]:
+def lock(folder: RunFolder, node: int) -> contextlib.AbstractContextManager[bool]:
     """Hold the lock that permits delivery if it is free; yield whether it is held."""
-    descriptor = acquire(folder, node)
-    try:
-        yield descriptor is not None
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
+    return lock_files.lock(_lock_path(folder, node))
 
 
 def is_recording(folder: RunFolder) -> bool:
@@ -212,22 +206,20 @@ def has_live_recorder(folder: RunFolder, node: int = 0) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def exclusive_end(folder: RunFolder) -> Iterator[None]:
+def exclusive_end(folder: RunFolder) -> contextlib.AbstractContextManager[object]:
     """Exclude the start of an attempt and the end of the attempt before from each other.
 
     Waits only a moment, then continues without the lock.
     """
-    descriptor = open_lock(folder.path / "attempt.lock")
-    try:
-        try_lock(descriptor, seconds=_EXCLUSIVE_SECONDS)
-        yield
-    finally:
-        os.close(descriptor)
+    return lock_files.lock(folder.path / "attempt.lock", seconds=_EXCLUSIVE_SECONDS)
 
 
 def _claim_path(folder: RunFolder, node: int) -> Path:
     return folder.path / ("recorder.json" if node == 0 else f"recorder-node_{node}.json")
+
+
+def _lock_path(folder: RunFolder, node: int) -> Path:
+    return _claim_path(folder, node).with_suffix(".lock")
 
 
 def _live_path(folder: RunFolder, node: int, token: str) -> Path:
