@@ -61,29 +61,6 @@ class Identity:
         )
 
 
-def _read_identity(path: Path) -> Identity:
-    # A name in it becomes a folder's.
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        identity = Identity(**fields)
-        odd = [key for key, value in fields.items() if not isinstance(value, (str, type(None)))]
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise names.InvalidRunFolder(
-            f"{path} cannot be read: {type(error).__name__}: {error}"
-        ) from error
-    folders = [
-        name
-        for name in (identity.name, identity.parent or identity.name)
-        if not names.is_plain(name)
-    ]
-    if odd or folders:
-        raise names.InvalidRunFolder(
-            f"{path} was not written by RankZero (unexpected: "
-            f"{', '.join([*odd, *map(repr, folders)])[:200]}): remove the folder or restore it"
-        )
-    return identity
-
-
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
     """One run's folder, ``mlruns/runs/<name>``, and the names of its files."""
@@ -132,7 +109,24 @@ class RunFolder:
     @property
     def identity(self) -> Identity:
         """The run's identity. Raises InvalidRunFolder if RankZero did not write `run.json`."""
-        return _read_identity(self.path / "run.json")
+        path = self.path / "run.json"
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            identity = Identity(**fields)
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise names.InvalidRunFolder(
+                f"{path} cannot be read: {type(error).__name__}: {error}"
+            ) from error
+        odd = [key for key, value in fields.items() if not isinstance(value, str | None)]
+        # They become names of folders.
+        given = identity.name, identity.parent or identity.name
+        odd += [repr(name) for name in given if not names.is_plain(name)]
+        if odd:
+            raise names.InvalidRunFolder(
+                f"{path} was not written by RankZero (unexpected: {', '.join(odd)[:200]}): "
+                "remove the folder or restore it"
+            )
+        return identity
 
     @property
     def events(self) -> Path:
