@@ -104,23 +104,6 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def verify(folder: Path, threads: int | None = None) -> Manifest:
-    """Return a checkpoint's manifest after comparing all checksums. Raises BrokenCheckpoint.
-
-    `threads`: those that compute. By default this rank's share of the cores, and eight at most.
-    """
-    manifest = check_files(folder)
-    cores = os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1)
-    # The machine's other ranks want as many.
-    threads = threads or max(1, len(cores) // ranks.detect().local_world_size)
-    for name, expected in manifest.files.items():
-        checksum = _WHOLE if _WHOLE in expected else _PIECES
-        found = _checksum_of_file(folder / name, checksum, threads)
-        if found != expected.get(checksum):
-            raise _altered(folder / name)
-    return manifest
-
-
 def check_files(folder: Path) -> Manifest:
     """Return a checkpoint's manifest after a look at its files. Raises BrokenCheckpoint.
 
@@ -146,9 +129,19 @@ def check_files(folder: Path) -> Manifest:
 
 
 def problem_with(folder: Path, threads: int | None = None) -> str | None:
-    """Return why a checkpoint cannot be used, or None if it is intact. As `verify`."""
+    """Return why a checkpoint cannot be used, or None if all its checksums are right.
+
+    `threads`: those that compute. By default this rank's share of the cores, and eight at most.
+    """
+    cores = os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1)
+    # The machine's other ranks want as many.
+    threads = threads or max(1, len(cores) // ranks.detect().local_world_size)
     try:
-        verify(folder, threads)
+        for name, expected in check_files(folder).files.items():
+            checksum = _WHOLE if _WHOLE in expected else _PIECES
+            found = _checksum_of_file(folder / name, checksum, threads)
+            if found != expected.get(checksum):
+                raise _altered(folder / name)
     except BrokenCheckpoint as error:
         return str(error)
     return None
@@ -327,7 +320,7 @@ def _best_first(manifests: Mapping[Path, Manifest], goal: Goal) -> list[Path]:
 
 
 def _has_valid_fields(manifest: Manifest) -> bool:
-    """Return whether the values have the types of their fields. `verify` checks `files`."""
+    """Return whether the values have the types of their fields. `check_files` checks `files`."""
     world_size = 1 if manifest.world_size is None else manifest.world_size
     return (
         all(type(number) is int for number in (manifest.step, world_size, manifest.format))
