@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -54,7 +53,7 @@ from rankzero.run_store.folder import EVENTS, FolderGone, RunFolder
 from rankzero.run_store.journal import READ_BYTES, take
 from rankzero.tracking import description, open_run
 from rankzero.tracking.open_run import Target
-from rankzero.tracking.retry import LONGEST_WAIT_SECONDS, RetryPolicy
+from rankzero.tracking.retry import LONGEST_WAIT_SECONDS, RetryPolicy, log
 from rankzero.tracking.translate import ending, problem_tags, translate
 from rankzero.tracking.uploads import upload
 
@@ -71,8 +70,6 @@ _SUSPICIOUS_FAILURES = 8
 _CERTAIN_ANSWERS = 3
 # An upload that so often ran out of memory may need more than the machine has.
 _MOST_WITHOUT_MEMORY = 4
-
-log = logging.getLogger("rankzero.recorder")
 
 
 class Activity(enum.Enum):

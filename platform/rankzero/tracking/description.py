@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import logging
 import re
 
 from rankzero.mlflow_store import limits
@@ -15,9 +14,8 @@ from rankzero.reporting.run_report import written
 from rankzero.run_store.delivery_state import DeliveryState, Page, Task
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking.open_run import Target
+from rankzero.tracking.retry import log
 from rankzero.tracking.translate import problem_tags
-
-log = logging.getLogger("rankzero.recorder")
 
 # MLflow shows the description as Markdown, and a comment is invisible there.
 _MARKER = "<!-- rankzero {}: notes above this line stay, RankZero replaces what is below it -->"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,9 +16,8 @@ from rankzero.run_store import symlinks
 from rankzero.run_store.delivery_state import DeliveryState, Task, Upload
 from rankzero.run_store.folder import RunFolder, is_hidden_artifact
 from rankzero.tracking.open_run import Target
+from rankzero.tracking.retry import log
 from rankzero.tracking.translate import linked
-
-log = logging.getLogger("rankzero.recorder")
 
 
 def upload(
