@@ -236,14 +236,12 @@ def load(path: Path) -> DeliveryState:
         return DeliveryState()
     problems, waiting = state.problems, []
     for word in words:
-        if word in _FORMER_TASKS:
-            continue
-        upload = _upload(word)
-        if upload is not None:
+        upload = _read(word)
+        if isinstance(upload, Upload):
             waiting.append(upload)
-        else:
+        elif word not in _FORMER_TASKS:
             problems = problems.reject(f"upload {word[:100]}", "it is not an upload")
-    end = None if ending is None else _event(ending)
+    end = None if ending is None else _read(ending)
     if ending is not None and not isinstance(end, RunEnded):
         problems = problems.reject(f"end {ending[:100]}", "it is not the end of a run")
     queue = dataclasses.replace(
@@ -327,18 +325,13 @@ def _typed(value: Any, hint: Any) -> Any:
     return value
 
 
-def _upload(word: str) -> Upload | None:
+def _read(word: str) -> Task | Event | None:
+    """Return the task or the event that a text of the file stands for, or None."""
     with contextlib.suppress(ValueError):
         return Task(word)
-    event = _event(word)
-    return event if isinstance(event, UploadEvent) else None
-
-
-def _event(line: str) -> Event | None:
-    try:
-        return decode(line)
-    except ValueError:
-        return None
+    with contextlib.suppress(ValueError):
+        return decode(word)
+    return None
 
 
 def _shorten(text: str) -> str:
