@@ -335,10 +335,8 @@ def _diff(folder: Path, own: Path | None) -> tuple[str | None, str]:
             lines.append(f"# submodule {one.relative_to(folder)}: not looked at by git\n")
     if all(changes == new == "" for changes, new in found):
         return "".join(lines) or None, "false"
-    changes, is_known = (
-        "".join(one or "" for one, _ in found),
-        all(one is not None for one, _ in found),
-    )
+    changes = "".join(one or "" for one, _ in found)
+    is_known = all(one is not None for one, _ in found)
     tracked = bool(changes) or not is_known
     if not is_known:
         changes += "# git did not list all changes\n"
