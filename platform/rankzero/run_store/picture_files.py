@@ -21,7 +21,7 @@ from rankzero.run_store import disk, symlinks
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 
-DONE = "pictures_done.txt"
+_DONE = "pictures_done.txt"
 MAX_BYTES = 256 << 20  # more than sixteen colour images of 2048 x 2048
 _MAX_ARRAYS = 64
 # Names of complete files, and of files that are being written.
@@ -45,7 +45,7 @@ def write(path: Path, arrays: Mapping[str, Any], max_bytes: int = MAX_BYTES) -> 
     with open(temporary, "wb", opener=symlinks.no_follow) as file:
         np.savez(file, **arrays)
     temporary.replace(path)
-    marks = path.parent.parent / DONE
+    marks = path.parent.parent / _DONE
     # A run without this file is of a version that made no marks.
     with contextlib.suppress(OSError):
         if not marks.exists():
@@ -76,7 +76,7 @@ def mark_done(folder: RunFolder, path: Path) -> bool:
 
     Otherwise a replay could take it for a file that was lost. Raises nothing.
     """
-    marks = folder.path / DONE
+    marks = folder.path / _DONE
     # Without the file, the folder was moved, and another run may have its name.
     with contextlib.suppress(OSError):
         if path.exists():
@@ -90,7 +90,7 @@ def mark_done(folder: RunFolder, path: Path) -> bool:
 
 def is_done(folder: RunFolder, path: Path) -> bool:
     """Return whether `mark_done` has noted the file, or the run is of a version without marks."""
-    marks = folder.path / DONE
+    marks = folder.path / _DONE
     try:
         return path.name in _names(marks, marks.stat().st_size)
     except FileNotFoundError:

@@ -63,7 +63,7 @@ def claim(folder: RunFolder, node: int, check: Callable[[Claim], object] = lambd
             secrets.token_hex(8),
             socket.gethostname(),
             os.getpid(),
-            process_start(os.getpid()),
+            _process_start(os.getpid()),
             time.time(),
             events,
         )
@@ -108,7 +108,7 @@ def is_local(claim: Claim) -> bool:
 
 def is_alive(claim: Claim) -> bool:
     """Return whether the process that made the claim lives, on this machine."""
-    return process_start(claim.pid) == claim.pid_started != ""
+    return _process_start(claim.pid) == claim.pid_started != ""
 
 
 def last_heartbeat(folder: RunFolder) -> float:
@@ -127,7 +127,7 @@ def directory(folder: RunFolder) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def process_start(pid: int) -> str:
+def _process_start(pid: int) -> str:
     """Return when the process began, in the kernel's ticks, or "" if it is dead."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
