@@ -198,7 +198,7 @@ def test_foreign_lines_are_counted_and_reported(tmp_path: Path) -> None:
     assert any("3 lines are no events" in line for line in delivery_status.status(folder).trouble)
 
 
-FIELDS = (
+STATE_FIELDS = (
     *("run_id", "experiment_id", "attempt", "offsets", "marks", "floor", "sample_offset"),
     "attempt_offset",
     *("evaluated", "waiting", "ending", "uploaded", "infinite", "goal", "best", "delivered"),
@@ -209,7 +209,7 @@ FIELDS = (
 
 @often
 @given(
-    st.text(max_size=60) | st.dictionaries(st.sampled_from([*FIELDS, "x"]), values).map(json.dumps)
+    st.text(max_size=60) | st.dictionaries(st.sampled_from([*STATE_FIELDS, "x"]), values).map(json.dumps)
 )
 def test_any_state_file_is_read_or_replaced(
     tmp_path_factory: pytest.TempPathFactory, text: str
