@@ -39,8 +39,9 @@ def make_folder(root: Path, uri: str = "sqlite:////nowhere/mlflow.db", **changes
     return RunFolder.create(root / "runs", dataclasses.replace(identity, **changes))
 
 
-def append(folder: RunFolder, *events: Event) -> None:
-    journal = Journal(folder.events)
+def append(folder: RunFolder, *events: Event, node: int | None = None) -> None:
+    """Append events to the run's journal, or to the one of a node's samples."""
+    journal = Journal(folder.events if node is None else folder.system(node))
     for event in events:
         journal(event)
     journal.close()

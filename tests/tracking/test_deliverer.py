@@ -25,13 +25,14 @@ from rankzero.mlflow_store.uris import ExperimentGone
 from rankzero.reporting.delivery_problems import trouble
 from rankzero.run_store import delivery_state as state
 from rankzero.run_store.folder import FolderGone, RunFolder
-from rankzero.run_store.journal import Journal
 from rankzero.run_store.run_locks import claim
 from rankzero.tracking import delivery_status
 from rankzero.tracking.deliverer import READ_SECONDS, Deliverer
 from support.memory_store import RUN_ID, MemoryStore, Refused, deliverer_to
 from support.runs import T0, append, deleted, ended, evaluated, make_folder, saved, started, steps
 from support.stores import list_runs
+
+CPU = "system/cpu_utilization_percentage"
 
 
 @pytest.fixture
@@ -558,29 +559,22 @@ def test_resume_on_another_machine_continues_the_samples(
     folder = make_folder(tmp_path, mlflow_run_id="run-1")
     tracker.points = {
         "train/loss": {50: {(0, 0.02)}},
-        "system/cpu_utilization_percentage": {9: {(0, 1.0)}},
+        CPU: {9: {(0, 1.0)}},
         "whole_run/best": {4: {(0, 1.0)}},
     }
     append(folder, started(1, step=40), steps(41, 60), ended(metrics={"best": 0.5}))
-    journal = Journal(folder.system(0))
-    journal(SystemSampled(T0, 0, {"system/cpu_utilization_percentage": 1.0}))
-    journal.close()
+    append(folder, SystemSampled(T0, 0, {CPU: 1.0}), node=0)
     run(deliverer_to(tracker, folder))
     assert list(tracker.curve("train/loss")) == list(range(50, 61))
-    assert list(tracker.curve("system/cpu_utilization_percentage")) == [9, 10]
+    assert list(tracker.curve(CPU)) == [9, 10]
     assert list(tracker.curve("whole_run/best")) == [4, 5]
-
-
-CPU = "system/cpu_utilization_percentage"
 
 
 def sampled(
     folder: RunFolder, key: str, first: int, last: int, node: int = 0, time: float = T0
 ) -> None:
-    journal = Journal(folder.system(node))
-    for number in range(first, last + 1):
-        journal(SystemSampled(time, number, {key: 1.0}))
-    journal.close()
+    events = (SystemSampled(time, number, {key: 1.0}) for number in range(first, last + 1))
+    append(folder, *events, node=node)
 
 
 def test_a_run_that_returns_from_another_machine_sends_no_step_twice(
@@ -800,15 +794,13 @@ def test_the_samples_of_a_replaced_second_machine_follow_those_of_the_first(
 def test_another_node_waits_for_the_run_and_sends_its_samples_only(
     folder: RunFolder, tracker: MemoryStore
 ) -> None:
-    journal = Journal(folder.system(1))
-    journal(SystemSampled(T0, 0, {"system/node_1/cpu_utilization_percentage": 1.0}))
-    journal.close()
+    append(folder, SystemSampled(T0, 0, {"system/node_1/cpu": 1.0}), node=1)
     append(folder, started(), steps(1, 3))
     second = deliverer_to(tracker, folder, node=1)
     assert not second.work()
     tracker.open_run(folder.identity, T0)
     run(second)
-    assert {point.key for point in tracker.sent} == {"system/node_1/cpu_utilization_percentage"}
+    assert {point.key for point in tracker.sent} == {"system/node_1/cpu"}
     assert state.path_of(folder, 1).name == "delivery-node_1.json"
 
 

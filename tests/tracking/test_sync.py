@@ -23,7 +23,6 @@ from rankzero.mlflow_store import patience
 from rankzero.run_store import delivery_state as state
 from rankzero.run_store import run_locks
 from rankzero.run_store.folder import RunFolder
-from rankzero.run_store.journal import Journal
 from rankzero.tracking import delivery_status, sync
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.training.checkpoints import best_model
@@ -261,19 +260,12 @@ def test_a_clock_that_goes_back_leaves_a_delivery_done(
     assert not delivery_status.status(folder).done, "a newer attempt has only just begun"
 
 
-def test_a_line_that_a_full_disk_has_cut_does_not_wait_for_ever(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["system-node_0.jsonl", "events.jsonl"])
+def test_a_line_that_was_cut_does_not_wait_for_ever(tmp_path: Path, name: str) -> None:
+    """By a full disk, or by a machine that went down."""
     folder = make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
     append(folder, started(), ended())
-    folder.system(0).write_text('{"event": "SystemSam')
-    sync.deliver(folder, patience=20.0)
-    assert delivery_status.status(folder).done
-    assert any("no events" in line for line in delivery_status.status(folder).trouble)
-
-
-def test_a_line_that_a_machine_cut_when_it_went_down_does_not_wait_for_ever(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
-    append(folder, started(), ended())
-    with folder.events.open("a") as journal:
+    with (folder.path / name).open("a") as journal:
         journal.write('{"event": "RunSta')
     sync.deliver(folder, patience=20.0)
     assert delivery_status.status(folder).done
@@ -306,9 +298,7 @@ def test_the_sample_that_a_recorder_writes_after_the_end_is_delivered(
         recorder = before
         while recorder is None:  # another process may look at this moment
             recorder = announce()
-        journal = Journal(folder.system(0))
-        journal(SystemSampled(T0 + 101, 0, {"system/cpu": 0.5}))
-        journal.close()
+        append(folder, SystemSampled(T0 + 101, 0, {"system/cpu": 0.5}), node=0)
         os.close(recorder)
 
     samples = threading.Timer(2.0, take_the_last_sample)
@@ -327,8 +317,6 @@ def test_samples_of_all_machines_of_a_child_are_delivered(tmp_path: Path) -> Non
         append(folder, started(), ended())
     sync.deliver(parent, patience=20.0)
     assert delivery_status.combined_status(parent).done
-    journal = Journal(child.system(1))
-    journal(SystemSampled(1.0, 1, {"system/x": 1.0}))
-    journal.close()
+    append(child, SystemSampled(1.0, 1, {"system/x": 1.0}), node=1)
     assert not delivery_status.combined_status(parent).done
     assert sync.deliver(parent, patience=20.0).done and not state.late_nodes(child)
