@@ -26,9 +26,8 @@ from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all, take
 from rankzero.run_store.names import InvalidRunFolder
 from rankzero.tracking import delivery_status
-from rankzero.tracking.deliverer import Deliverer
 from support.fuzz import often, patient, seldom, thorough
-from support.memory_store import MemoryStore
+from support.memory_store import MemoryStore, delivered
 from support.runs import append, ended, evaluated, make_folder, started, steps
 
 pytestmark = patient
@@ -100,16 +99,6 @@ def lines(draw: st.DrawFn) -> bytes:
             )
 
 
-def run_whole(folder: RunFolder, tracker: MemoryStore) -> Deliverer:
-    """Deliver everything up to the run's end."""
-    deliverer = Deliverer(folder, 0, lambda uri: tracker)  # type: ignore[arg-type, return-value]
-    deliverer.hasten()
-    for _ in range(2000):
-        if delivery_status.status(folder).done or (not deliverer.work() and deliverer.complete):
-            return deliverer
-    raise AssertionError(f"hangs: {deliverer.state}")
-
-
 @often
 @given(st.lists(lines(), max_size=6))
 def test_every_reader_of_a_journal_bears_every_line(
@@ -121,7 +110,7 @@ def test_every_reader_of_a_journal_bears_every_line(
         file.write(b"".join(line.replace(b"\n", b"") + b"\n" for line in foreign))
     append(folder, evaluated(3, 0.75), ended(metrics={"samples_per_second": 9.0}))
     tracker = MemoryStore()
-    done = run_whole(folder, tracker).state
+    done = delivered(folder, tracker).state
     assert tracker.status in ("FINISHED", "FAILED", "KILLED") and not done.retries.failures, done
     assert tracker.curve("train/loss").keys() >= {1, 2, 3} and 3 in tracker.curve("val/accuracy")
     assert "The report could not be written" not in tracker.tags["mlflow.note.content"]
@@ -187,7 +176,7 @@ def test_foreign_lines_are_counted_and_reported(tmp_path: Path) -> None:
     append(folder, ended())
     assert take(folder.events).foreign == 3
     tracker = MemoryStore()
-    done = run_whole(folder, tracker)
+    done = delivered(folder, tracker)
     assert tracker.curve("train/loss").keys() == {1, 2} and done.state.problems.rejected == 1
     assert (
         "events.jsonl before byte" in done.state.problems.reasons[0]
@@ -209,7 +198,8 @@ STATE_FIELDS = (
 
 @often
 @given(
-    st.text(max_size=60) | st.dictionaries(st.sampled_from([*STATE_FIELDS, "x"]), values).map(json.dumps)
+    st.text(max_size=60)
+    | st.dictionaries(st.sampled_from([*STATE_FIELDS, "x"]), values).map(json.dumps)
 )
 def test_any_state_file_is_read_or_replaced(
     tmp_path_factory: pytest.TempPathFactory, text: str
@@ -233,7 +223,7 @@ def test_waiting_uploads_that_are_no_events_are_set_aside(tmp_path: Path) -> Non
     planted = {"waiting": ["{", "[" * 5000, encode(started())], "ending": "no end"}
     delivery_state.path_of(folder, 0).write_text(json.dumps(planted))
     tracker = MemoryStore()
-    done = run_whole(folder, tracker)
+    done = delivered(folder, tracker)
     assert (
         tracker.status == "FINISHED"
         and done.state.problems.rejected >= 2

@@ -32,10 +32,9 @@ from rankzero.run_store import names, provenance, run_locks, symlinks
 from rankzero.run_store.folder import Identity, RunFolder, write_atomically
 from rankzero.run_store.journal import Journal
 from rankzero.tracking import delivery_status, sync
-from rankzero.tracking.deliverer import Deliverer
 from rankzero.training.checkpoints import best_model
 from support.fuzz import thorough
-from support.memory_store import MemoryStore
+from support.memory_store import MemoryStore, delivered
 from support.runs import T0, append, ended, make_folder, saved, settle, started, steps
 
 EVIL = [
@@ -156,10 +155,7 @@ def test_uploads_that_lead_out_of_the_run_are_refused(tmp_path: Path) -> None:
     planted = [CheckpointSaved(T0 + n, n, path, False, {}) for n, path in enumerate(paths)]
     append(folder, started(), *planted, saved(folder, 50), ended())
     tracker = MemoryStore()
-    deliverer = Deliverer(folder, 0, lambda uri: tracker)  # type: ignore[arg-type, return-value]
-    deliverer.hasten()
-    while deliverer.work() or not deliverer.complete:
-        pass
+    deliverer = delivered(folder, tracker)
     assert list(tracker.checkpoints) == [50] and tracker.artifacts == {"fine.txt": "mine"}
     assert deliverer.state.problems.rejected >= len(planted) + 2
     assert "leads out of the run's folder" in tracker.tags["rankzero.rejected"]

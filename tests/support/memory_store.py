@@ -235,8 +235,13 @@ def deliverer_to(store: MemoryStore, folder: RunFolder, node: int = 0) -> Delive
 
 def delivered(folder: RunFolder, store: MemoryStore) -> Deliverer:
     """Deliver all of a run. Raises AssertionError where that has no end."""
-    made = deliverer_to(store, folder)
-    for _ in range(200):
-        if not made.work() and made.complete:
-            return made
-    raise AssertionError(f"not complete: {made.state}")
+    return deliver(deliverer_to(store, folder))
+
+
+def deliver(deliverer: Deliverer, most: int = 10_000) -> Deliverer:
+    """Deliver all that is there. Raises AssertionError where that has no end."""
+    deliverer.hasten()
+    for _ in range(most):
+        if not deliverer.work() and deliverer.complete:
+            return deliverer
+    raise AssertionError(f"not complete after {most} tries: {deliverer.state}")

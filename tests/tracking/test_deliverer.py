@@ -28,7 +28,14 @@ from rankzero.run_store.folder import FolderGone, RunFolder
 from rankzero.run_store.run_locks import claim
 from rankzero.tracking import delivery_status
 from rankzero.tracking.deliverer import READ_SECONDS, Deliverer
-from support.memory_store import RUN_ID, MemoryStore, Refused, deliverer_to
+from support.memory_store import (
+    RUN_ID,
+    MemoryStore,
+    Refused,
+    deliver,
+    delivered,
+    deliverer_to,
+)
 from support.runs import T0, append, deleted, ended, evaluated, make_folder, saved, started, steps
 from support.stores import list_runs
 
@@ -43,13 +50,6 @@ def tracker() -> MemoryStore:
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     return make_folder(tmp_path)
-
-
-def run(deliverer: Deliverer, most: int = 10_000) -> Deliverer:
-    for _ in range(most):
-        if not deliverer.work() and deliverer.complete:
-            return deliverer
-    raise AssertionError(f"not complete after {most} tries: {deliverer.state}")
 
 
 def failing(times: int, name: str, error: Callable[[], Exception]) -> Callable[[str, object], None]:
@@ -77,7 +77,7 @@ def test_a_whole_run(folder: RunFolder, tracker: MemoryStore) -> None:
         saved(folder, 50),
         ended(metrics={"best": 0.5}),
     )
-    done = run(deliverer_to(tracker, folder))
+    done = delivered(folder, tracker)
     assert tracker.curve("train/loss") == {n: 1.0 / n for n in range(1, 51)}
     assert tracker.curve("val/accuracy") == {50: 0.5}
     assert tracker.status == "FINISHED"
@@ -94,7 +94,7 @@ def test_late_state_is_not_written_into_another_run_of_the_same_name(
     folder: RunFolder, tracker: MemoryStore, tmp_path: Path
 ) -> None:
     append(folder, started(), steps(1, 5), ended())
-    late = run(deliverer_to(tracker, folder))
+    late = delivered(folder, tracker)
     identity = folder.identity
     folder.path.rename(tmp_path / "elsewhere")
     with pytest.raises(FolderGone, match="moved or deleted"):
@@ -114,7 +114,7 @@ def test_a_backlog_of_a_hundred_thousand_points_goes_in_full_batches(
 ) -> None:
     folder = make_folder(tmp_path, uri)
     append(folder, started(), *(steps(first, first + 999) for first in range(1, 100_001, 1000)))
-    run(deliverer_to(tracker, folder))
+    delivered(folder, tracker)
     assert len(tracker.sent) == 100_000
     assert tracker.calls.count("log_metrics") <= most
 
@@ -128,7 +128,7 @@ def test_a_server_that_is_down_loses_nothing(folder: RunFolder, tracker: MemoryS
             raise ConnectionError("server down")
 
     tracker.fail = flaky
-    run(deliverer_to(tracker, folder))
+    delivered(folder, tracker)
     assert tracker.curve("train/loss") == {n: 1.0 / n for n in range(1, 2501)}
     assert tracker.status == "FINISHED"
 
@@ -144,7 +144,7 @@ def test_error_is_in_the_state_file_until_a_success(
     assert "server down" in str(delivery_status.status(folder).error)
     assert delivery_status.status(folder).pending > 0
     assert any("to deliver failed" in line for line in delivery_status.status(folder).trouble)
-    run(deliverer)
+    deliver(deliverer)
     assert delivery_status.status(folder).error is None
 
 
@@ -179,9 +179,9 @@ def test_a_crash_anywhere_replays_and_loses_nothing(tmp_path: Path) -> None:
         tracker.fail = killer
         deliverer = deliverer_to(tracker, folder)
         try:
-            run(deliverer)
+            deliver(deliverer)
         except Killed:
-            run(deliverer_to(tracker, folder))
+            delivered(folder, tracker)
         curve = tracker.curve("train/loss")
         assert sorted(curve) == list(range(1, 3001)), crash
         assert all(value < 2 for step, value in curve.items() if step <= 2500), crash
@@ -200,7 +200,7 @@ def test_one_bad_point_does_not_take_its_batch_along(
             raise Refused("step 777 is not to my taste")
 
     tracker.fail = picky
-    done = run(deliverer_to(tracker, folder))
+    done = delivered(folder, tracker)
     assert len(tracker.curve("train/loss")) == 999
     assert done.state.problems.rejected == 1
     assert "train/loss at step 777: step 777 is not to my taste" in done.state.problems.reasons[0]
@@ -222,7 +222,7 @@ def test_one_bad_param_or_tag_does_not_take_the_others_along(
             raise Refused("its name is taken")
 
     tracker.fail = picky
-    done = run(deliverer_to(tracker, folder))
+    done = delivered(folder, tracker)
     assert tracker.params == {"lr": "0.1"} and tracker.tags["team"] == "a"
     assert done.state.problems.reasons == (
         "tag TEAM: its name is taken",
@@ -241,7 +241,7 @@ def test_item_that_always_fails_while_the_store_accepts_others_is_set_aside(
             raise RuntimeError("500")
 
     tracker.fail = poisoned
-    done = run(deliverer_to(tracker, folder))
+    done = delivered(folder, tracker)
     assert tracker.curve("train/loss") == {1: 1.0, 2: 0.5}
     assert done.state.problems.rejected == 2
     assert tracker.status == "FINISHED"
@@ -262,7 +262,7 @@ def test_item_is_not_blamed_for_a_server_that_answers_now_and_then(
             raise ConnectionError("away")
 
     tracker.fail = mostly_away
-    done = run(deliverer_to(tracker, folder))
+    done = delivered(folder, tracker)
     assert done.state.problems.rejected == 0, done.state.problems.reasons
     assert tracker.curve("train/loss").keys() == set(range(1, 21)) and tracker.status == "FINISHED"
 
@@ -282,7 +282,7 @@ def test_a_store_whose_disk_is_full_answers_and_loses_nothing(
             raise OSError("database or disk is full")
 
     tracker.fail = full
-    done = run(deliverer_to(tracker, folder))
+    done = delivered(folder, tracker)
     assert done.state.problems.rejected == 0, done.state.problems.reasons
     assert (
         tracker.params
@@ -311,11 +311,11 @@ def test_the_end_is_in_mlflow_if_the_courier_dies_in_the_first_upload(
     end = ended(metrics={"best": 0.1})
     append(folder, started(), steps(1, 20), saved(folder, 20), end)
     with pytest.raises(Killed):
-        run(deliverer_to(tracker, folder))
+        delivered(folder, tracker)
     assert (tracker.status, closed) == ("FINISHED", [end])
     assert tracker.curve("whole_run/best") == {0: 0.1} and "### FINISHED" in tracker.tags[NOTE]
     tracker.fail = lambda *_: None
-    run(deliverer_to(tracker, folder))
+    delivered(folder, tracker)
     assert list(tracker.checkpoints) == [20] and tracker.artifacts
 
 
@@ -330,7 +330,7 @@ def test_uploads_that_fail_hold_up_neither_curves_nor_the_end(
     assert len(tracker.curve("train/loss")) == 20
     assert tracker.status == "FINISHED"
     assert not delivery_status.status(folder).done
-    run(deliverer)
+    deliver(deliverer)
     assert list(tracker.checkpoints) == [10]
     assert delivery_status.status(folder).done
 
@@ -351,7 +351,7 @@ def _delivered_with_late_trouble(
     deliverer.work()
     assert "9 tries to deliver failed" not in tracker.tags[NOTE]
     tracker.tags[NOTE] = edited or tracker.tags[NOTE]
-    run(deliverer)
+    deliver(deliverer)
     return tracker.tags
 
 
@@ -360,7 +360,7 @@ def test_problems_after_the_end_update_the_page(folder: RunFolder, tracker: Memo
     assert "9 tries to deliver failed" in tags[NOTE] and "all was delivered later" in tags[NOTE]
     assert tags["rankzero.retries"] == "9"
     written = [call for call in tracker.calls if call == "set_tags"]
-    run(deliverer_to(tracker, folder))
+    delivered(folder, tracker)
     assert [call for call in tracker.calls if call == "set_tags"] == written, (
         "again: nothing more to tell"
     )
@@ -375,7 +375,7 @@ def test_no_command_waits_for_the_page_update(folder: RunFolder, tracker: Memory
     assert found.done and found.page_update_waits and not found.pending and not deliverer.complete
     assert delivery_status.wait(folder, 5) == found and not found.complete
     assert not read_summary(folder).undelivered
-    run(deliverer)
+    deliver(deliverer)
     assert delivery_status.status(folder).complete
 
 
@@ -423,7 +423,7 @@ def test_checkpoint_deleted_before_its_upload_is_no_problem(
     event = saved(folder, 10)
     shutil.rmtree(folder.path / event.path)
     append(folder, started(), event, ended())
-    assert run(deliverer_to(tracker, folder)).state.problems.rejected == 0
+    assert delivered(folder, tracker).state.problems.rejected == 0
     assert not tracker.checkpoints
 
 
@@ -431,7 +431,7 @@ def test_a_checkpoint_deleted_later_in_the_journal_is_not_uploaded(
     folder: RunFolder, tracker: MemoryStore
 ) -> None:
     append(folder, started(), saved(folder, 10), saved(folder, 20), deleted(10))
-    run(deliverer_to(tracker, folder))
+    delivered(folder, tracker)
     assert list(tracker.checkpoints) == [20]
     assert tracker.calls.count("save_checkpoint") == 1
 
@@ -442,12 +442,12 @@ def test_artifacts_that_change_are_uploaded_again_at_the_end(
     folder.artifacts.mkdir()
     (folder.artifacts / "config.yaml").write_text("old")
     append(folder, started())
-    deliverer = run(deliverer_to(tracker, folder))
+    deliverer = delivered(folder, tracker)
     (folder.artifacts / "config.yaml").write_text("new!")
     folder.failures.mkdir()
     (folder.failures / "rank_1.json").write_text("{}")
     append(folder, ended())
-    run(deliverer)
+    deliver(deliverer)
     assert tracker.artifacts == {"config.yaml": "new!", "failures/rank_1.json": "{}"}
     assert tracker.calls.count("log_artifact") == 3
 
@@ -456,7 +456,7 @@ def test_a_run_deleted_in_mlflow_ends_the_delivery_until_it_is_restored(
     folder: RunFolder, tracker: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     append(folder, started(), steps(1, 5000))
-    run(deliverer_to(tracker, folder))
+    delivered(folder, tracker)
 
     def refuse(name: str, argument: object) -> None:
         if name != "require_run":
@@ -466,14 +466,14 @@ def test_a_run_deleted_in_mlflow_ends_the_delivery_until_it_is_restored(
     deliverer = deliverer_to(tracker, folder)
     deliverer.work()
     tracker.gone, tracker.fail = True, refuse
-    run(deliverer, 10)
-    run(deliverer_to(tracker, folder), 10)
+    deliver(deliverer, 10)
+    deliver(deliverer_to(tracker, folder), 10)
     found = delivery_status.status(folder)
     assert not found.done and found.pending and not found.rejected
     assert "run-1 was deleted: `rankzero delete --restore" in (found.error or "")
     assert caplog.text.count("is not delivered") == 1
     tracker.gone, tracker.fail = False, None
-    again = run(deliverer_to(tracker, folder))
+    again = delivered(folder, tracker)
     assert delivery_status.status(folder).complete and not trouble(again.state)
     assert len(tracker.curve("train/loss")) == 10_000 and 10_000 in tracker.checkpoints
 
@@ -483,18 +483,18 @@ def test_a_renamed_experiment_or_a_deleted_run_gets_no_second_run(
 ) -> None:
     folder = make_folder(tmp_path, sqlite)
     append(folder, started(), steps(1, 3))
-    run(Deliverer(folder))
+    deliver(Deliverer(folder))
     (record,) = list_runs(sqlite)
     client = MlflowRuns(sqlite)._client
     client.rename_experiment(record.experiment_id, "another name")
     append(folder, steps(4, 6), ended())
-    run(Deliverer(folder))
+    deliver(Deliverer(folder))
     (found,) = list_runs(sqlite)
     assert found.run_id == record.run_id and found.status == "FINISHED"
     assert found.marks["train/loss"] == 6
     client.delete_run(record.run_id)
     append(folder, started(2, step=6), steps(7, 9), ended())
-    assert "was deleted" in (run(Deliverer(folder)).state.retries.error or "")
+    assert "was deleted" in (deliver(Deliverer(folder)).state.retries.error or "")
     assert not list_runs(sqlite)
 
 
@@ -504,15 +504,15 @@ def test_children_of_a_run_whose_experiment_was_renamed_are_below_it(
 ) -> None:
     parent = make_folder(tmp_path, sqlite)
     append(parent, started())
-    run(Deliverer(parent))
+    deliver(Deliverer(parent))
     (record,) = list_runs(sqlite)
     MlflowRuns(sqlite)._client.rename_experiment(record.experiment_id, "another name")
     above = parent.identity.uuid if nested else None
     child = make_folder(tmp_path, sqlite, parent=parent.path.name, parent_uuid=above)
     append(child, started())
-    run(Deliverer(child))
+    deliver(Deliverer(child))
     sampled(child, CPU, 0, 2, node=1)
-    run(Deliverer(child, 1))
+    deliver(Deliverer(child, 1))
     found = {one.name: one for one in list_runs(sqlite)}
     assert found[child.path.name].experiment_id == record.experiment_id
     assert found[child.path.name].tags["mlflow.parentRunId"] == record.run_id
@@ -541,15 +541,15 @@ def test_a_refusal_is_no_outage(
     lines = trouble(deliverer.state)
     assert "1 try to deliver failed" in lines and says in lines[-1]
     tracker.fail = None
-    assert trouble(run(deliverer).state) == ["1 try to deliver failed; all was delivered later"]
+    assert trouble(deliver(deliverer).state) == ["1 try to deliver failed; all was delivered later"]
 
 
 def test_lost_state_continues_from_what_mlflow_has(folder: RunFolder, tracker: MemoryStore) -> None:
     append(folder, started(), steps(1, 100))
-    run(deliverer_to(tracker, folder))
+    delivered(folder, tracker)
     state.path_of(folder, 0).write_text("{ damaged")
     append(folder, steps(101, 120))
-    run(deliverer_to(tracker, folder))
+    delivered(folder, tracker)
     assert [point.step for point in tracker.sent] == list(range(1, 121))
 
 
@@ -564,7 +564,7 @@ def test_resume_on_another_machine_continues_the_samples(
     }
     append(folder, started(1, step=40), steps(41, 60), ended(metrics={"best": 0.5}))
     append(folder, SystemSampled(T0, 0, {CPU: 1.0}), node=0)
-    run(deliverer_to(tracker, folder))
+    delivered(folder, tracker)
     assert list(tracker.curve("train/loss")) == list(range(50, 61))
     assert list(tracker.curve(CPU)) == [9, 10]
     assert list(tracker.curve("whole_run/best")) == [4, 5]
@@ -585,16 +585,16 @@ def test_a_run_that_returns_from_another_machine_sends_no_step_twice(
     claim(folder, 0)
     append(folder, started(), steps(1, 50))
     sampled(folder, CPU, 0, 4)
-    run(deliverer_to(tracker, folder))
+    delivered(folder, tracker)
     tracker.points["train/loss"] |= {step: {(0, 0.02)} for step in range(51, 81)}
     tracker.points[CPU] |= {number: {(0, 2.0)} for number in range(5, 12)}
     claim(folder, 0)
     append(folder, started(2, step=40), steps(41, 60))
     sampled(folder, CPU, 5, 6)
-    run(deliverer_to(tracker, folder))
+    delivered(folder, tracker)
     append(folder, steps(61, 90))
     sampled(folder, CPU, 7, 7)
-    run(deliverer_to(tracker, folder))
+    delivered(folder, tracker)
     assert sorted(tracker.curve("train/loss")) == list(range(1, 91))
     assert list(tracker.curve(CPU)) == list(range(15))
     assert all(len(seen) == 1 for curve in tracker.points.values() for seen in curve.values())
@@ -611,7 +611,7 @@ def test_what_another_machine_sent_is_asked_for_until_the_run_is_opened(
     folder = make_folder(tmp_path, "http://127.0.0.1:9")
     claim(folder, 0)
     append(folder, started(), steps(1, 50))
-    run(deliverer_to(tracker, folder))
+    delivered(folder, tracker)
     tracker.points["train/loss"] |= {step: {(0, 0.02)} for step in range(51, 61)}
     claim(folder, 0)
     append(folder, started(2, step=50), steps(51, 70))
@@ -619,7 +619,7 @@ def test_what_another_machine_sent_is_asked_for_until_the_run_is_opened(
     first.hasten()
     assert not first.work()
     first.commit()
-    run(deliverer_to(tracker, folder))
+    delivered(folder, tracker)
     assert all(len(seen) == 1 for seen in tracker.points["train/loss"].values())
     assert sorted(tracker.curve("train/loss")) == list(range(1, 71))
 
@@ -637,7 +637,7 @@ def continued_elsewhere(
     append(other, dataclasses.replace(begun, environment={"rankzero.host": "b"}))
     append(other, steps(first, last, offset=0.02), saved(other, last), ended(reason="by b"))
     sampled(other, CPU, 0, 3)
-    run(deliverer_to(tracker, other))
+    delivered(other, tracker)
     assert tracker.tags["rankzero.claim"] == f"{LATER!r} b"
 
 
@@ -647,7 +647,7 @@ def on_a_server(root: Path, tracker: MemoryStore) -> RunFolder:
     claim(folder, 0)
     append(folder, started(), steps(1, 50))
     sampled(folder, CPU, 0, 4)
-    run(deliverer_to(tracker, folder))
+    delivered(folder, tracker)
     append(folder, steps(51, 80), saved(folder, 60), saved(folder, 80))
     sampled(folder, CPU, 5, 7)
     return folder
@@ -668,7 +668,7 @@ def test_a_machine_that_comes_back_changes_nothing_of_a_run_that_another_one_con
     append(folder, deleted(60), ended("FAILED"))
     before = pickle.dumps((tracker.points, tracker.tags, tracker.checkpoints, tracker.artifacts))
     for _ in range(2):
-        retries = run(deliverer_to(tracker, folder)).state.retries
+        retries = delivered(folder, tracker).state.retries
         assert retries.gone and "b has continued the run" in (retries.error or "")
     assert tracker.status == "FINISHED" and tracker.tags["rankzero.reason"] == "by b"
     now = pickle.dumps((tracker.points, tracker.tags, tracker.checkpoints, tracker.artifacts))
@@ -683,11 +683,11 @@ def test_a_run_that_comes_back_after_another_machine_keeps_what_each_one_did(
     continued_elsewhere(tmp_path, folder, tracker, 51, 60)
     theirs = tracker.checkpoints[60][0]
     append(folder, ended("FAILED"))
-    run(deliverer_to(tracker, folder))
+    delivered(folder, tracker)
     claim(folder, 0)
     append(folder, dataclasses.replace(started(2, step=80), time=LATER + 1000))
     append(folder, steps(81, 90), saved(folder, 90), ended(reason="back"))
-    done = run(deliverer_to(tracker, folder))
+    done = delivered(folder, tracker)
     assert sorted(tracker.curve("train/loss")) == list(range(1, 91)) and each_value_once(tracker)
     assert tracker.curve("train/loss")[60] == pytest.approx(1 / 60 + 0.02)
     assert list(tracker.curve(CPU)) == list(range(12))
@@ -704,7 +704,7 @@ def test_a_courier_whose_run_another_machine_continues_meanwhile_sends_no_more(
     folder = on_a_server(tmp_path, tracker)
     first = Deliverer(folder, 0, lambda _: store, longest_wait=0.0, clock=lambda: now[0])
     first.hasten()
-    run(first)
+    deliver(first)
     continued_elsewhere(tmp_path, folder, tracker, 81, 90)
     if rest == "the end":
         append(folder, ended("FAILED"))
@@ -713,7 +713,7 @@ def test_a_courier_whose_run_another_machine_continues_meanwhile_sends_no_more(
     else:
         now[0] = 60.0
         append(folder, steps(81, 100))
-    run(first)
+    deliver(first)
     assert tracker.status == "FINISHED" and 90 in tracker.checkpoints
     assert sorted(tracker.curve("train/loss")) == list(range(1, 91)) and each_value_once(tracker)
     assert "b has continued the run" in (delivery_status.status(folder).error or "")
@@ -727,7 +727,7 @@ def test_a_new_attempt_owns_the_run_although_its_machine_is_behind(
     tracker.tags["rankzero.claim"] = f"{LATER!r} ahead"
     claim(folder, 0)
     append(folder, started(2, step=80), steps(81, 90), ended(reason="behind"))
-    run(deliverer_to(tracker, folder))
+    delivered(folder, tracker)
     assert tracker.tags["rankzero.claim"] == repr(T0 + 80)
     assert (tracker.status, tracker.tags["rankzero.reason"]) == ("FINISHED", "behind")
 
@@ -736,7 +736,7 @@ def test_the_nodes_of_an_attempt_share_it(folder: RunFolder, tracker: MemoryStor
     tracker.open_run(folder.identity, T0)
     tracker.tags["rankzero.claim"] = f"{LATER!r} first"
     sampled(folder, CPU.replace("/", "/node_1/"), 0, 3, node=1)
-    run(deliverer_to(tracker, folder, node=1))
+    deliver(deliverer_to(tracker, folder, node=1))
     assert len(tracker.sent) == 4
 
 
@@ -747,15 +747,15 @@ def test_samples_that_a_killed_courier_sent_are_no_other_machines(
     claim(folder, 0)
     append(folder, started())
     sampled(folder, CPU, 0, 4)
-    run(deliverer_to(tracker, folder))
+    delivered(folder, tracker)
     before = state.path_of(folder, 0).read_text()
     sampled(folder, CPU, 5, 9, time=1.0)
-    run(deliverer_to(tracker, folder))
+    delivered(folder, tracker)
     state.path_of(folder, 0).write_text(before)
     claim(folder, 0)
     append(folder, started(2))
     sampled(folder, CPU, 10, 12)  # after the claim, as T0 is
-    run(deliverer_to(tracker, folder))
+    delivered(folder, tracker)
     assert list(tracker.curve(CPU)) == list(range(13))
 
 
@@ -765,13 +765,13 @@ def test_a_replay_within_an_attempt_sends_its_points_again(
     folder = make_folder(tmp_path, "http://127.0.0.1:9")
     claim(folder, 0)
     append(folder, started(), steps(1, 5))
-    run(deliverer_to(tracker, folder))
+    delivered(folder, tracker)
     append(folder, steps(6, 9))
     before = state.path_of(folder, 0).read_text()
-    run(deliverer_to(tracker, folder))
+    delivered(folder, tracker)
     state.path_of(folder, 0).write_text(before)
     sent = len(tracker.sent)
-    run(deliverer_to(tracker, folder))
+    delivered(folder, tracker)
     assert [point.step for point in tracker.sent[sent:]] == [6, 7, 8, 9]
 
 
@@ -787,7 +787,7 @@ def test_the_samples_of_a_replaced_second_machine_follow_those_of_the_first(
     if lost:
         state.path_of(folder, 1).write_text("{ damaged")
     sampled(folder, key, 0, 10, node=1)
-    run(deliverer_to(tracker, folder, node=1))
+    deliver(deliverer_to(tracker, folder, node=1))
     assert list(tracker.curve(key)) == ([9, 10] if lost else list(range(9, 21)))
 
 
@@ -799,7 +799,7 @@ def test_another_node_waits_for_the_run_and_sends_its_samples_only(
     second = deliverer_to(tracker, folder, node=1)
     assert not second.work()
     tracker.open_run(folder.identity, T0)
-    run(second)
+    deliver(second)
     assert {point.key for point in tracker.sent} == {"system/node_1/cpu"}
     assert state.path_of(folder, 1).name == "delivery-node_1.json"
 
@@ -836,7 +836,7 @@ def test_a_line_that_is_not_whole_holds_up_no_end(folder: RunFolder, tracker: Me
     with folder.events.open("a") as journal:
         journal.write("\n")
     append(folder, steps(6, 7))
-    run(deliverer)
+    deliver(deliverer)
     assert len(tracker.sent) == 7 and deliverer.complete
 
 
@@ -853,5 +853,5 @@ def test_small_batches_are_collected(folder: RunFolder, tracker: MemoryStore) ->
         clock[0] += READ_SECONDS / 5
     assert len(tracker.sent) == 6  # all that came until it was time to take
     deliverer.hasten()
-    run(deliverer)
+    deliver(deliverer)
     assert len(tracker.sent) == 10 and tracker.calls.count("log_metrics") == 2

@@ -17,7 +17,7 @@ from rankzero.run_store.delivery_state import Page
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.description import join, moved, split
-from support.memory_store import MemoryStore, delivered
+from support.memory_store import MemoryStore, deliver, delivered
 from support.pictures import arrays, taken
 from support.runs import append, ended, make_folder, started, steps
 
@@ -129,22 +129,19 @@ def test_note_tags_and_name_of_a_user_survive_a_resume(tmp_path: Path, sqlite: s
 
     folder, client = make_folder(tmp_path, sqlite), MlflowClient(sqlite)
 
-    def deliver(*events: object) -> str:
+    def sent(*events: object) -> str:
         append(folder, *events)  # type: ignore[arg-type]
-        deliverer = Deliverer(folder)
-        deliverer.hasten()
-        while deliverer.work() or not deliverer.complete:
-            pass
-        assert deliverer.state.run_id is not None
-        return deliverer.state.run_id
+        state = deliver(Deliverer(folder)).state
+        assert state.run_id is not None
+        return state.run_id
 
-    run_id = deliver(started(), steps(1, 10))
+    run_id = sent(started(), steps(1, 10))
     client.set_tag(run_id, NOTE, "Ask Ana before deleting.")
     client.set_tag(run_id, "team", "vision")
     client.update_run(run_id, name="the good one")
     for attempt, status in ((1, "KILLED"), (2, "FINISHED")):
         end: RunEnded = ended(status, at=1_800_000_100.0 + attempt)
-        deliver(*([started(attempt)] if attempt > 1 else []), end)
+        sent(*([started(attempt)] if attempt > 1 else []), end)
         run = client.get_run(run_id)
         assert run.data.tags[NOTE].startswith("Ask Ana before deleting.\n\n<!-- rankzero ")
         assert f"### {status}" in run.data.tags[NOTE]

@@ -21,6 +21,7 @@ from rankzero.tracking import delivery_status
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.translate import metric_name, translate
 from support.fuzz import patient, seldom, thorough
+from support.memory_store import deliver
 from support.runs import T0, append, ended, make_folder
 
 pytestmark = patient
@@ -33,13 +34,9 @@ numbers = st.floats() | st.integers() | st.sampled_from(HUGE)
 
 
 def delivered(folder: RunFolder) -> tuple[DeliveryState, RunRecord]:
-    deliverer = Deliverer(folder)
-    deliverer.hasten()
-    for _ in range(5000):
-        if not deliverer.work() and deliverer.complete:
-            break
+    deliverer = deliver(Deliverer(folder))
     deliverer.commit()
-    assert deliverer.complete and not deliverer.state.retries.failures, deliverer.state
+    assert not deliverer.state.retries.failures, deliverer.state
     uri = folder.identity.tracking_uri
     return deliverer.state, MlflowRuns(uri).find_run(str(deliverer.state.run_id))
 

@@ -13,7 +13,7 @@ from rankzero.run_store import delivery_state, disk
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import delivery_status
 from rankzero.tracking.deliverer import Deliverer
-from support.memory_store import MemoryStore, delivered, deliverer_to
+from support.memory_store import MemoryStore, deliver, delivered
 from support.pictures import arrays, taken
 from support.runs import append, ended, make_folder, started, steps
 
@@ -37,14 +37,6 @@ def logged_at(first: int, last: int, late: float) -> StepsLogged:
     return StepsLogged(event.steps, times, {**event.metrics, **more})
 
 
-def send(folder: RunFolder, tracker: MemoryStore) -> Deliverer:
-    """Deliver what the journal holds now."""
-    made = deliverer_to(tracker, folder)
-    while made.work() or not made.complete:
-        pass
-    return made
-
-
 @pytest.mark.parametrize("resumed_to", [30, 200], ids=["shorter than the offset", "longer"])
 def test_steps_are_in_mlflow_once_after_the_journal_lost_its_tail(
     folder: RunFolder, tracker: MemoryStore, resumed_to: int
@@ -52,7 +44,7 @@ def test_steps_are_in_mlflow_once_after_the_journal_lost_its_tail(
     append(folder, started(), *(steps(n, n) for n in range(1, 21)))
     synced = folder.events.stat().st_size
     append(folder, *(steps(n, n) for n in range(21, 101)))
-    send(folder, tracker)
+    delivered(folder, tracker)
     os.truncate(folder.events, synced)
     append(folder, started(2, step=20), *(logged_at(n, n, 0.5) for n in range(21, resumed_to + 1)))
     append(folder, ended())
@@ -71,7 +63,7 @@ def test_metrics_that_began_after_the_lost_tail_are_sent(
     folder: RunFolder, tracker: MemoryStore
 ) -> None:
     append(folder, started(), steps(1, 50))
-    send(folder, tracker)
+    delivered(folder, tracker)
     os.truncate(folder.events, 0)
     append(folder, started(), logged_at(1, 50, 0.5), steps(1, 50, key="train/accuracy"), ended())
     delivered(folder, tracker)
@@ -85,7 +77,7 @@ def test_state_of_an_earlier_version_continues_at_its_offset(
     # Earlier versions wrote neither a checksum of what was delivered nor one of each line.
     with folder.events.open("w") as file:
         file.writelines(encode(event) + "\n" for event in (started(), steps(1, 50)))
-    send(folder, tracker)
+    delivered(folder, tracker)
     path = delivery_state.path_of(folder, 0)
     fields = json.loads(path.read_text())
     assert fields.pop("checksums")["events.jsonl"]
@@ -120,9 +112,7 @@ def test_pictures_are_synced_before_the_journal_that_names_them(
     order: list[Path] = []
     append(folder, started(), taken(folder, 5, arrays()), taken(folder, 9, arrays()))
     deliverer = Deliverer(folder, 0, lambda uri: tracker, sync=order.append)  # type: ignore[arg-type, return-value]
-    deliverer.hasten()
-    while deliverer.work() or not deliverer.complete:
-        pass
+    deliver(deliverer)
     files = [folder.pictures / f"step_{step:08d}.npz" for step in (5, 9)]
     assert order == [*files, folder.pictures, folder.path, folder.events]
 
@@ -135,9 +125,7 @@ def test_sync_that_fails_is_on_the_page_and_delays_nothing(
 
     append(folder, started(), *(steps(n, n) for n in range(1, 51)), ended())
     deliverer = Deliverer(folder, 0, lambda uri: tracker, sync=sync)  # type: ignore[arg-type, return-value]
-    deliverer.hasten()
-    while deliverer.work() or not deliverer.complete:
-        pass
+    deliver(deliverer)
     assert len(tracker.curve("train/loss")) == 50 and tracker.status == "FINISHED"
     (remark,) = deliverer.state.problems.remarks
     assert "the disk did not confirm" in remark and remark in tracker.tags["mlflow.note.content"]

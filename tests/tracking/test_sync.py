@@ -24,9 +24,8 @@ from rankzero.run_store import delivery_state as state
 from rankzero.run_store import run_locks
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import delivery_status, sync
-from rankzero.tracking.deliverer import Deliverer
 from rankzero.training.checkpoints import best_model
-from support.memory_store import MemoryStore
+from support.memory_store import MemoryStore, delivered
 from support.runs import T0, append, ended, make_folder, started, stuck
 
 LONG = 60.0  # seconds: nobody waits so long in these tests
@@ -251,10 +250,7 @@ def test_a_clock_that_goes_back_leaves_a_delivery_done(
     run_locks.claim(folder, 0)
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() - 3600)
-    deliverer = Deliverer(folder, 0, lambda uri: tracker)  # type: ignore[arg-type, return-value]
-    deliverer.hasten()
-    while not deliverer.complete:
-        deliverer.work()
+    delivered(folder, tracker)
     assert delivery_status.status(folder).done
     run_locks.claim(folder, 0)
     assert not delivery_status.status(folder).done, "a newer attempt has only just begun"

@@ -57,7 +57,9 @@ class Family:
         self.own.commit()
 
 
-def test_a_trial_that_was_deleted_in_mlflow_is_asked_for_once(study: RunFolder, child: RunFolder) -> None:
+def test_a_trial_that_was_deleted_in_mlflow_is_asked_for_once(
+    study: RunFolder, child: RunFolder
+) -> None:
     family = Family(study)
     append(study, started())
     append(child, started(), steps(1, 10), ended())
@@ -168,7 +170,9 @@ def test_a_line_that_a_dead_process_cut_keeps_no_trial(
     assert delivery_status.status(child).done
 
 
-def test_a_sample_after_the_release_of_a_trial_is_delivered(study: RunFolder, child: RunFolder) -> None:
+def test_a_sample_after_the_release_of_a_trial_is_delivered(
+    study: RunFolder, child: RunFolder
+) -> None:
     append(study, started())
     append(child, started(), steps(1, 5), ended())
     family = Family(study)
@@ -180,7 +184,9 @@ def test_a_sample_after_the_release_of_a_trial_is_delivered(study: RunFolder, ch
     assert family.trackers["one"].curve("system/x") == {1: 1.0} and family.trials.complete
 
 
-def test_samples_of_all_machines_of_a_trial_are_delivered(study: RunFolder, child: RunFolder) -> None:
+def test_samples_of_all_machines_of_a_trial_are_delivered(
+    study: RunFolder, child: RunFolder
+) -> None:
     append(study, started())
     append(child, started(), steps(1, 5), ended())
     append(child, SAMPLE, node=1)
@@ -194,4 +200,3 @@ def test_samples_of_all_machines_of_a_trial_are_delivered(study: RunFolder, chil
     assert not family.trials.complete
     family.work()
     assert family.trials.complete and not delivery_state.late_nodes(child)
-
