@@ -70,6 +70,15 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 @pytest.fixture
+def reader() -> Iterator[int]:
+    """The recorder's or the courier's end of a pipe that rank 0 has closed."""
+    found, writer = os.pipe()
+    os.close(writer)
+    yield found
+    os.close(found)
+
+
+@pytest.fixture
 def courier(folder: RunFolder, started: Couriers) -> CourierSupervisor:
     made = supervisor(folder, started)
     made.tend()
@@ -254,10 +263,8 @@ def test_couriers_that_die_after_long_work_are_always_restarted(
         started.processes[-1].wait()
 
 
-def test_courier_that_waits_for_mlflow_is_behind(folder: RunFolder) -> None:
-    reader, writer = os.pipe()
+def test_courier_that_waits_for_mlflow_is_behind(folder: RunFolder, reader: int) -> None:
     append(folder, begun(), steps(1, 3), ended())
-    os.close(writer)
     tracker, idle = MemoryStore(), []
     tracker.fail = failing(ConnectionError("away"))
     deliverer = deliverer_to(tracker, folder)
@@ -279,7 +286,6 @@ def test_courier_that_waits_for_mlflow_is_behind(folder: RunFolder) -> None:
     )
     assert deliverer.complete and deliverer.state.retries.failures > 1
     assert idle and not any(idle)
-    os.close(reader)
 
 
 def test_courier_connects_without_the_packages_that_only_data_sets_need(tmp_path: Path) -> None:
@@ -295,29 +301,23 @@ def test_courier_connects_without_the_packages_that_only_data_sets_need(tmp_path
     assert done.stdout == "MlflowClient pandas\n", done.stderr
 
 
-def test_courier_accepts_what_an_earlier_recorder_passes(folder: RunFolder) -> None:
-    reader, writer = os.pipe()
-    os.close(writer)
+def test_courier_accepts_what_an_earlier_recorder_passes(folder: RunFolder, reader: int) -> None:
     words = [str(folder.path), "--token", "of an older attempt", "--node", "1", "--nice", "19"]
     # In a process of its own: it changes its scheduling.
     command = [sys.executable, "-m", "rankzero.tracking.courier", *words, "--pipe", str(reader)]
     subprocess.run(command, pass_fds=[reader], check=True)
-    os.close(reader)
 
 
-def test_courier_may_open_files_for_a_thousand_trials(folder: RunFolder) -> None:
+def test_courier_may_open_files_for_a_thousand_trials(folder: RunFolder, reader: int) -> None:
     code = (
         "import resource, sys; from rankzero.tracking import courier; "
         "most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]; "
         "resource.setrlimit(resource.RLIMIT_NOFILE, (128, most)); courier.main(sys.argv[1:]); "
         "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(most % 2**63, 65536))"
     )
-    reader, writer = os.pipe()
-    os.close(writer)
     words = [str(folder.path), "--token", "older", "--node", "1", "--pipe", str(reader)]
     command = [sys.executable, "-c", code, *words]
     done = subprocess.run(command, pass_fds=[reader], check=True, capture_output=True, text=True)
-    os.close(reader)
     assert done.stdout == "True\n"
 
 
@@ -389,9 +389,9 @@ class TestFailingCalls:
         assert 2 <= caplog.text.count("unexpected error; trying again") <= 7
         os.close(reader)
 
-    def test_courier_writes_the_end_once_the_disk_has_room(self, folder: RunFolder) -> None:
-        reader, writer = os.pipe()
-        os.close(writer)
+    def test_courier_writes_the_end_once_the_disk_has_room(
+        self, folder: RunFolder, reader: int
+    ) -> None:
         append(folder, begun())
         tries: list[int] = []
 
@@ -412,12 +412,11 @@ class TestFailingCalls:
         )
         [end] = [event for event in read_all(folder.events) if isinstance(event, RunEnded)]
         assert end.status == "FAILED" and len(tries) >= 3
-        os.close(reader)
 
 
-def test_courier_ends_although_a_full_disk_has_cut_the_last_sample(folder: RunFolder) -> None:
-    reader, writer = os.pipe()
-    os.close(writer)
+def test_courier_ends_although_a_full_disk_has_cut_the_last_sample(
+    folder: RunFolder, reader: int
+) -> None:
     append(folder, begun())
     folder.system(0).write_text('{"event": "SystemSam')
     attempt = LiveAttempt(folder, 0, run_locks.claim(folder, 0).token, reader)
@@ -430,12 +429,11 @@ def test_courier_ends_although_a_full_disk_has_cut_the_last_sample(folder: RunFo
         tick_seconds=0.01,
     )
     assert deliverer.complete and deliverer.state.problems.rejected == 1
-    os.close(reader)
 
 
-def test_courier_ends_the_line_in_which_rank_0_died_after_its_end(folder: RunFolder) -> None:
-    reader, writer = os.pipe()
-    os.close(writer)
+def test_courier_ends_the_line_in_which_rank_0_died_after_its_end(
+    folder: RunFolder, reader: int
+) -> None:
     claims = (
         "import sys; from pathlib import Path; from rankzero.run_store import run_locks; "
         "from rankzero.run_store.folder import RunFolder; "
@@ -450,7 +448,6 @@ def test_courier_ends_the_line_in_which_rank_0_died_after_its_end(folder: RunFol
     attempt = LiveAttempt(folder, 0, token, reader)
     deliver_attempt(attempt, deliverer, TrialDeliverers(folder), reader, tick_seconds=0.01)
     assert deliverer.complete and store.status == "FINISHED"
-    os.close(reader)
 
 
 def failing(error: BaseException) -> Any:
