@@ -86,13 +86,6 @@ def test_a_file_of_an_earlier_version_is_read_and_written_again(tmp_path: Path) 
     assert delivery_state.load(path).queue == state.queue
 
 
-def test_figures_that_an_earlier_version_queued_are_ignored(tmp_path: Path) -> None:
-    path = tmp_path / "delivery.json"
-    path.write_text(json.dumps(OLD | {"waiting": ["figures"], "ending": None}))
-    state = delivery_state.load(path)
-    assert state.queue.waiting == () and state.problems.rejected == OLD["rejected"]
-
-
 @pytest.mark.parametrize("odd", ["{", encode(ended()), "unknown"])
 def test_an_unknown_upload_is_counted_and_the_rest_is_kept(tmp_path: Path, odd: str) -> None:
     path = tmp_path / "delivery.json"

@@ -353,12 +353,6 @@ def test_one_command_takes_over_the_folder_of_a_run_that_never_began(
     assert create(identities[0]) is None
 
 
-def test_an_atomic_write_leaves_one_file(tmp_path: Path) -> None:
-    for text in ("one", "two"):
-        write_atomically(tmp_path / "f", text)
-    assert (tmp_path / "f").read_text() == "two" and len(list(tmp_path.iterdir())) == 1
-
-
 def test_writers_with_one_process_id_do_not_disturb_each_other(tmp_path: Path) -> None:
     """As pods do: the command is process 1 in each, and they share the folder."""
     texts, path = [str(number) * 50_000 for number in range(4)], tmp_path / "f"
@@ -429,21 +423,6 @@ def test_a_helping_machine_takes_over_the_name_that_rank_zero_gave_the_run(tmp_p
     mine.events.touch()
     RunFolder.open_or_create(tmp_path / "runs", dataclasses.replace(told, uuid="1" * 32))
     assert mine.identity == told, "a run that has begun keeps its own"
-
-
-def test_event_that_cannot_be_written_is_lost_alone_and_noticed(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path)
-    log = RunLog(folder, Journal(folder.events), 1, None)
-    log(steps(1, 1))
-    log(dataclasses.replace(steps(2, 2), steps=[object()]))
-    log(steps(3, 3))
-    log.close()
-    found = list(read_all(folder.events))
-    assert [event.steps for event in found if isinstance(event, StepsLogged)] == [[1], [3]]
-    assert [event.text for event in found if isinstance(event, Noticed)] == [
-        "a StepsLogged is lost, since it cannot be written: "
-        "Object of type object is not JSON serializable"
-    ]
 
 
 def test_each_attempt_is_found_once(tmp_path: Path) -> None:

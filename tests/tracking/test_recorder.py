@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -25,6 +25,7 @@ from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.tracking import delivery_status, recorder, sync
 from rankzero.tracking.recorder import RecorderHandle
+from support.commands import wait_until
 from support.paths import SUPPORT
 from support.runs import append, ended, make_folder, started, steps
 from support.stores import Server, list_runs
@@ -45,13 +46,6 @@ def rank0(folder: RunFolder, count: int, seconds: float, end: str) -> subprocess
     )
 
 
-def until(true: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.05)
-
-
 def last(folder: RunFolder) -> RunEnded:
     event = list(read_all(folder.events))[-1]
     assert isinstance(event, RunEnded)
@@ -69,7 +63,7 @@ def log_of(folder: RunFolder) -> str:
 def test_rank_0_is_killed(folder: RunFolder, sqlite: str) -> None:
     """MLflow has the whole journal and the right status, although a forked child still lives."""
     process = rank0(folder, 40, 0.05, "die")
-    until(lambda: run_locks.is_recording(folder))
+    wait_until(lambda: run_locks.is_recording(folder))
     [beside] = [
         child
         for child in psutil.Process(process.pid).children()
@@ -111,7 +105,7 @@ def test_trials_on_other_machines_end_with_a_killed_search(
         runs = [one for one in list_runs(sqlite) if one.name == "trial"]
         return [one for one in runs if one.status == "FAILED"]
 
-    until(failed)
+    wait_until(failed)
     assert last(trial).status == "FAILED"
     assert curve(sqlite, failed()[0].run_id) == [1, 2, 3, 4, 5]
     assert not any(isinstance(event, RunEnded) for event in read_all(own.events))
@@ -123,9 +117,9 @@ def test_a_server_is_killed_and_comes_back(tmp_path: Path, server: Server) -> No
     folder = make_folder(tmp_path, server.uri)
     process = rank0(folder, 450, 0.04, "finish")
     try:
-        until(lambda: delivery_status.status(folder).delivered > 0)
+        wait_until(lambda: delivery_status.status(folder).delivered > 0)
         server.kill()
-        until(lambda: delivery_status.status(folder).error)
+        wait_until(lambda: delivery_status.status(folder).error)
         assert process.poll() is None
         server.start()
         for courier in psutil.Process(process.pid).children(recursive=True):
@@ -153,7 +147,7 @@ def recording(
     made = recorder.start(folder, [], 0)
     yield folder, made
     made.close()
-    until(lambda: not run_locks.is_recording(folder))
+    wait_until(lambda: not run_locks.is_recording(folder))
 
 
 def test_starting_costs_milliseconds(tmp_path: Path) -> None:
@@ -181,10 +175,10 @@ def test_a_newer_attempt_ends_the_older_recorder_at_once(
     """The older does not deliver, the newer gives up on the dead server, `sync` delivers both."""
     folder, older = recording
     append(folder, started(), steps(1, 10))
-    until(lambda: run_locks.is_recording(folder))
+    wait_until(lambda: run_locks.is_recording(folder))
     newer = recorder.start(folder, [], 0)
     begin = time.monotonic()
-    until(
+    wait_until(
         lambda: (
             not psutil.pid_exists(older.pid)
             or psutil.Process(older.pid).status() == psutil.STATUS_ZOMBIE
@@ -196,7 +190,7 @@ def test_a_newer_attempt_ends_the_older_recorder_at_once(
     assert not any(isinstance(event, RunEnded) for event in read_all(folder.events))
     append(folder, started(2, step=5), steps(6, 20, offset=3.0), ended())
     newer.close()
-    until(lambda: delivery_status.status(folder).error and not run_locks.is_recording(folder))
+    wait_until(lambda: delivery_status.status(folder).error and not run_locks.is_recording(folder))
     assert not delivery_status.status(folder).done
     assert delivery_status.status(folder).pending > 0
     identity = json.loads((folder.path / "run.json").read_text())
@@ -215,7 +209,7 @@ def test_recorder_that_waits_for_the_lock_counts_as_alive(
     older = run_locks.acquire(folder, 0)
     assert older is not None
     newer = recorder.start(folder, [], 0)
-    until(lambda: run_locks.has_live_recorder(folder))
+    wait_until(lambda: run_locks.has_live_recorder(folder))
     process = psutil.Process(newer.pid)
     process.suspend()
     os.close(older)
@@ -225,7 +219,7 @@ def test_recorder_that_waits_for_the_lock_counts_as_alive(
     assert time.monotonic() - begin >= 1.0
     process.kill()
     newer.close()
-    until(lambda: not run_locks.has_live_recorder(folder))
+    wait_until(lambda: not run_locks.has_live_recorder(folder))
     begin = time.monotonic()
     delivery_status.wait(folder, timeout=60.0)
     assert time.monotonic() - begin < 10
@@ -234,7 +228,7 @@ def test_recorder_that_waits_for_the_lock_counts_as_alive(
 def test_sync_closes_what_nobody_is_left_to_close(folder: RunFolder, sqlite: str) -> None:
     process = rank0(folder, 20, 0.02, "massacre")
     process.communicate()
-    until(lambda: not run_locks.is_recording(folder))
+    wait_until(lambda: not run_locks.is_recording(folder))
     delivery = sync.deliver(folder, patience=20)
     assert delivery.done
     record = MlflowRuns(sqlite).find_run(str(delivery.run_id))
