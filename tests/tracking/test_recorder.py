@@ -254,15 +254,16 @@ class TestAttempt:
         return make_folder(tmp_path, default_tracking_uri(tmp_path))
 
     @pytest.fixture
-    def pipe(self) -> Iterator[tuple[int, int]]:
+    def attempt(self, folder: RunFolder) -> Iterator[LiveAttempt]:
+        """An attempt whose rank 0 is dead."""
         reader, writer = os.pipe()
-        yield reader, writer
+        os.close(writer)
+        yield LiveAttempt(folder, 0, run_locks.claim(folder, 0).token, reader)
         os.close(reader)
 
     def test_the_first_failure_of_any_rank_is_the_reason(
-        self, folder: RunFolder, pipe: tuple[int, int]
+        self, folder: RunFolder, attempt: LiveAttempt
     ) -> None:
-        attempt = LiveAttempt(folder, 0, run_locks.claim(folder, 0).token, pipe[0])
         folder.failures.mkdir()
         for rank, (after, why) in enumerate(
             [(2, "second"), (1, "first"), (-999, "an earlier attempt's")]
@@ -270,7 +271,6 @@ class TestAttempt:
             word = {"time": time.time() + after, "reason": why, "error": "trace"}
             (folder.failures / f"rank_{rank}.json").write_text(json.dumps(word))
         (folder.failures / "rank_9.json").write_text("{ torn")
-        os.close(pipe[1])
         attempt.wait(1)
         assert attempt.over
         attempt.ensure_run_ended()
@@ -281,9 +281,10 @@ class TestAttempt:
             if isinstance(e, RunEnded)
         ] == [("FAILED", "first", "trace")]
 
-    def test_what_rank_0_said_stands(self, folder: RunFolder, pipe: tuple[int, int]) -> None:
+    def test_what_rank_0_said_stands(self, folder: RunFolder) -> None:
+        reader, writer = os.pipe()
         append(folder, started(), ended("FAILED", "of an earlier attempt"))
-        attempt = LiveAttempt(folder, 0, run_locks.claim(folder, 0).token, pipe[0])
+        attempt = LiveAttempt(folder, 0, run_locks.claim(folder, 0).token, reader)
         attempt.wait(0)
         assert not attempt.over
         append(folder, started(2), ended("KILLED", "time limit"))
@@ -291,51 +292,44 @@ class TestAttempt:
         assert attempt.over  # though the pipe is open: a notebook lives on
         attempt.ensure_run_ended()
         assert last(folder).reason == "time limit"
-        os.close(pipe[1])
+        os.close(reader)
+        os.close(writer)
 
-    def test_a_torn_last_line_is_closed_off(self, folder: RunFolder, pipe: tuple[int, int]) -> None:
-        attempt = LiveAttempt(folder, 0, run_locks.claim(folder, 0).token, pipe[0])
+    def test_a_torn_last_line_is_closed_off(self, folder: RunFolder, attempt: LiveAttempt) -> None:
         append(folder, started())
         with folder.events.open("a") as file:
             file.write('{"event":"StepsLogged","steps":[1')
-        os.close(pipe[1])
         attempt.wait(1)
         attempt.ensure_run_ended()
         assert last(folder).status == "FAILED"
 
-    def test_an_older_attempt_says_nothing(self, folder: RunFolder, pipe: tuple[int, int]) -> None:
-        attempt = LiveAttempt(folder, 0, run_locks.claim(folder, 0).token, pipe[0])
+    def test_an_older_attempt_says_nothing(self, folder: RunFolder, attempt: LiveAttempt) -> None:
         assert attempt.is_latest
         run_locks.claim(folder, 0)
-        os.close(pipe[1])
         attempt.wait(1)
         attempt.ensure_run_ended()
         assert not attempt.is_latest
         assert not folder.events.exists()
 
     def test_an_attempt_that_begins_while_a_slow_disk_syncs_is_not_given_an_end(
-        self, folder: RunFolder, pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+        self, folder: RunFolder, attempt: LiveAttempt, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        attempt = LiveAttempt(folder, 0, run_locks.claim(folder, 0).token, pipe[0])
         append(folder, started())
         folder.pictures.mkdir()
         (folder.pictures / "step_00000001.npz").touch()
         monkeypatch.setattr(disk, "sync_all", lambda *_: run_locks.claim(folder, 0))
-        os.close(pipe[1])
         attempt.wait(1)
         attempt.ensure_run_ended()
         assert not any(isinstance(event, RunEnded) for event in read_all(folder.events))
 
     def test_another_run_of_the_same_name_is_not_given_an_end(
-        self, folder: RunFolder, pipe: tuple[int, int]
+        self, folder: RunFolder, attempt: LiveAttempt
     ) -> None:
-        attempt = LiveAttempt(folder, 0, run_locks.claim(folder, 0).token, pipe[0])
         identity = folder.identity
         folder.path.rename(folder.path.with_name("elsewhere"))
         assert attempt.is_latest
         RunFolder.create(folder.path.parent, identity)
         assert not attempt.is_latest
-        os.close(pipe[1])
         attempt.wait(1)
         attempt.ensure_run_ended()
         assert not folder.events.exists()
