@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -152,13 +151,10 @@ def one_at_a_time(
         yield
         return
     key = hashlib.sha256(f"{Path.cwd()} {name}".encode()).hexdigest()[:16]
-    descriptor = lock_files.open_lock(folder / f"prepare-{key}.lock")
-    try:
-        if not lock_files.try_lock(descriptor, seconds=seconds):
+    with lock_files.lock(folder / f"prepare-{key}.lock", seconds=seconds) as is_alone:
+        if not is_alone:
             raise UserError(
                 f"another process of yours has been preparing the data of {name} for "
                 f"{seconds / 60:.0f} minutes: wait until it has ended, or stop it"
             )
         yield
-    finally:
-        os.close(descriptor)

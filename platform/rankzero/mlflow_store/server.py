@@ -171,15 +171,10 @@ def shared(root: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def exclusive(root: Path) -> Iterator[bool]:
+def exclusive(root: Path) -> contextlib.AbstractContextManager[bool]:
     """Keep servers from starting on a store; yield whether none serves it now."""
-    descriptor = lock_files.open_lock(root / _SERVING)
-    try:
-        # Another `rankzero relocate` holds it for moments.
-        yield lock_files.try_lock(descriptor, seconds=3.0)
-    finally:
-        os.close(descriptor)
+    # Another `rankzero relocate` holds it for moments.
+    return lock_files.lock(root / _SERVING, seconds=3.0)
 
 
 def _own_names(host: str) -> list[str]:

@@ -7,7 +7,6 @@ import gc
 import json
 import math
 import multiprocessing
-import os
 import signal
 import sys
 import time
@@ -30,10 +29,9 @@ from rankzero.launch.request import with_saved
 from rankzero.mlflow_store.uris import RunGone
 from rankzero.permanent_errors import lacks_memory_or_space, refusal
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
-from rankzero.run_store import checkpoint_files
+from rankzero.run_store import checkpoint_files, lock_files
 from rankzero.run_store.folder import RunFolder, write_atomically
 from rankzero.run_store.location import may_be_foreign
-from rankzero.run_store.lock_files import open_lock, try_lock
 from rankzero.tracking import delivery_status, open_run
 from rankzero.training import rng
 from rankzero.training.checkpoints import restore
@@ -251,9 +249,7 @@ def _log(folder: RunFolder, saved: Path, note: Mapping[str, Any], tags: Mapping[
     from rankzero.mlflow_store.client import MlflowRuns
 
     # The user's `rankzero sync` may log it at the same time.
-    descriptor = open_lock(folder.path / "best_model.lock")
-    try:
-        try_lock(descriptor, seconds=math.inf)
+    with lock_files.lock(folder.path / "best_model.lock", seconds=math.inf):
         if _is_logged(folder, note):
             return
         run_id, before = delivery_status.status(folder).run_id, _logged(folder)
@@ -276,8 +272,6 @@ def _log(folder: RunFolder, saved: Path, note: Mapping[str, Any], tags: Mapping[
         for former, at in {**mine, **there}.items():
             if former != model_id and at <= newest:
                 tracker.models.retire(former)
-    finally:
-        os.close(descriptor)
 
 
 def _is_logged(folder: RunFolder, note: Mapping[str, Any]) -> bool:
