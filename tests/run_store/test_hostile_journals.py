@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import time
@@ -21,7 +22,8 @@ from rankzero.experiment import Goal
 from rankzero.reporting import metric_table, run_report
 from rankzero.reporting.progress_bar import ProgressModel, progress_panel
 from rankzero.reporting.run_facts import fold
-from rankzero.run_store import delivery_state
+from rankzero.run_store import delivery_state, run_locks
+from rankzero.run_store.attempt import is_written
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all, take
 from rankzero.run_store.names import InvalidRunFolder
@@ -256,6 +258,19 @@ def test_foreign_identity_is_an_error_and_not_listed(text: str, tmp_path: Path) 
         _ = broken.identity
     assert [one.name for one in lookup.listed(tmp_path / "runs")] == [sound.path.name]
     assert lookup.find(tmp_path / "runs", "some-id") is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"time": None}, {"pid": "1"}, {"host": 3}, {"events_offset": "x"}, {"events_offset": -1}],
+)
+def test_a_foreign_claim_is_none(change: dict[str, Any], tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    append(folder, started(), ended())
+    claim = dataclasses.asdict(run_locks.claim(folder, 0))
+    (folder.path / "recorder.json").write_text(json.dumps({**claim, **change}))
+    assert not is_written(folder) and not delivery_status.recorder_lives(folder)
+    assert delivered(folder, MemoryStore()).complete
 
 
 def test_children_outside_of_the_store_are_skipped(tmp_path: Path) -> None:

@@ -49,6 +49,10 @@ class Claim:
     """Bytes of journal that earlier attempts wrote."""
 
 
+_KINDS = (str, str, int, str, int | float, int)
+"""The types of a claim's fields."""
+
+
 def claim(folder: RunFolder, node: int, check: Callable[[Claim], object] = lambda _: None) -> Claim:
     """Make this process's attempt the run's latest. An older recorder sees that and stops.
 
@@ -79,11 +83,13 @@ def claim(folder: RunFolder, node: int, check: Callable[[Claim], object] = lambd
 
 
 def latest(folder: RunFolder, node: int) -> Claim | None:
-    """Return the latest attempt's claim, or None if there is none."""
+    """Return the latest attempt's claim, or None if there is none, or one that is not ours."""
     try:
-        return Claim(**json.loads(_claim_path(folder, node).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        found = Claim(**json.loads(_claim_path(folder, node).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
+    is_ours = all(map(isinstance, vars(found).values(), _KINDS)) and found.events_offset >= 0
+    return found if is_ours else None
 
 
 def is_known(folder: RunFolder) -> bool:
