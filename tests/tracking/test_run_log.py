@@ -33,7 +33,7 @@ class Unreadable(dict[str, float]):
 
 @pytest.mark.parametrize(
     "error",
-    [RuntimeError("of its own"), OSError("disk full"), MemoryError("none left")],
+    [RuntimeError("of its own"), OSError("full"), MemoryError(), TypeError("no JSON")],
     ids=lambda error: type(error).__name__,
 )
 def test_an_unexpected_error_costs_one_event_and_is_noticed(
