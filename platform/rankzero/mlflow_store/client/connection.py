@@ -7,16 +7,18 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric
+from mlflow.exceptions import MlflowException
 
 from rankzero.mlflow_store import limits, sqlite_metrics
 from rankzero.mlflow_store.client import mlflow_compat
 from rankzero.mlflow_store.items import MetricPoint
 from rankzero.mlflow_store.uris import artifact_root, make_tables, prepare_store, sqlite_path
 
+_T = TypeVar("_T")
 # Timeouts of a request with a file. A server may store all of it before it answers.
 MIN_FILE_SECONDS, MAX_FILE_SECONDS = 30, 600
 # The longest wait for an answer. A courier that gives up takes as long, and a minute.
@@ -86,6 +88,16 @@ def all_found(search: Callable[..., Any], *arguments: Any, **options: Any) -> It
     while page.token:
         page = search(*arguments, **options, page_token=page.token)
         yield from page
+
+
+def if_known(read: Callable[[str], _T], identifier: str) -> _T | None:
+    """Return what `read` has of a run or a model, or None if MLflow does not know its id."""
+    try:
+        return read(identifier)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return None
 
 
 def chunks(items: Sequence[Any], size: int) -> Iterator[list[Any]]:

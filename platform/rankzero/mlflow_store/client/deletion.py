@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from mlflow import MlflowClient
-from mlflow.entities import Run, ViewType
-from mlflow.exceptions import MlflowException
+from mlflow.entities import ViewType
 
 from rankzero.mlflow_store import uris
 from rankzero.mlflow_store.client import mlflow_compat
 from rankzero.mlflow_store.client.artifact_locations import ArtifactLocations
-from rankzero.mlflow_store.client.connection import all_found
+from rankzero.mlflow_store.client.connection import all_found, if_known
 from rankzero.mlflow_store.client.experiments import restore_command
 from rankzero.mlflow_store.client.models import MlflowModels
 from rankzero.mlflow_store.client.records import RunRecord
@@ -50,11 +49,11 @@ class MlflowDeletion:
 
         Raises ExperimentGone if its experiment is deleted.
         """
-        run = self._found(run_id)
+        run = self.record(run_id, among_deleted=True)
         if run is None:
             return False
         # Nobody sees the runs of a deleted experiment.
-        experiment = self._client.get_experiment(run.info.experiment_id)
+        experiment = self._client.get_experiment(run.experiment_id)
         if experiment.lifecycle_stage == "deleted":
             # It would bring back other runs, too, which somebody may have deleted on purpose.
             command = restore_command(self._uri, experiment.experiment_id)
@@ -67,13 +66,13 @@ class MlflowDeletion:
 
     def registered(self, run_id: str) -> list[str]:
         """Return the versions in the model registry that a run's files are the source of."""
-        run = self._record(run_id)
+        run = self.record(run_id, among_deleted=True)
         ids = {run_id} | ({model.model_id for model in self._models.of_run(run)} if run else set())
         return [f"{one.name}/{one.version}" for one in self._models.versions(ids)]
 
     def places(self, run_id: str) -> list[Path]:
         """Return the folders of this machine that have the files of a run and its models."""
-        run = self._record(run_id)
+        run = self.record(run_id, among_deleted=True)
         if run is None:
             return []
         models = map(self._locations.of_model, self._models.of_run(run))
@@ -85,7 +84,7 @@ class MlflowDeletion:
 
         A second call continues what a killed one began.
         """
-        run = self._record(run_id)
+        run = self.record(run_id, among_deleted=True)
         if run is None:
             return
         for model in self._models.of_run(run):
@@ -96,24 +95,11 @@ class MlflowDeletion:
 
     def is_active(self, run_id: str) -> bool:
         """Return whether the run is there and not deleted."""
-        run = self._found(run_id)
-        return run is not None and run.info.lifecycle_stage == "active"
+        return self.record(run_id) is not None
 
-    def record(self, run_id: str) -> RunRecord | None:
-        """Return the run, or None if it is deleted or gone."""
-        run = self._found(run_id)
-        if run is None or run.info.lifecycle_stage != "active":
+    def record(self, run_id: str, *, among_deleted: bool = False) -> RunRecord | None:
+        """Return the run, or None if it is gone or, unless `among_deleted`, deleted."""
+        run = if_known(self._client.get_run, run_id)
+        if run is None or not (among_deleted or run.info.lifecycle_stage == "active"):
             return None
         return RunRecord.of(run)
-
-    def _record(self, run_id: str) -> RunRecord | None:
-        run = self._found(run_id)
-        return None if run is None else RunRecord.of(run)
-
-    def _found(self, run_id: str) -> Run | None:
-        try:
-            return self._client.get_run(run_id)
-        except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                return None
-            raise

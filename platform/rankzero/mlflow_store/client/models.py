@@ -14,7 +14,7 @@ from mlflow.exceptions import MlflowException
 from rankzero.events import CheckpointSaved
 from rankzero.mlflow_store.client import mlflow_compat
 from rankzero.mlflow_store.client.artifact_locations import ArtifactLocations, names
-from rankzero.mlflow_store.client.connection import all_found, log_points
+from rankzero.mlflow_store.client.connection import all_found, if_known, log_points
 from rankzero.mlflow_store.client.records import RemoteCheckpoint, RunRecord
 from rankzero.mlflow_store.items import MetricPoint
 from rankzero.mlflow_store.uris import TrackingError
@@ -73,7 +73,7 @@ class MlflowModels:
 
         Raises NeverAccepted, and deletes nothing, if a model's bytes cannot be where MLflow says.
         """
-        if (model := self._found(model_id)) is None:
+        if (model := if_known(self._client.get_logged_model, model_id)) is None:
             return
         # MLflow's own deletion hides a model and keeps its bytes.
         self._locations.of_model(model).delete()
@@ -85,7 +85,7 @@ class MlflowModels:
         A registered one stays, and its tag says that it is a former one: the registry's versions
         have no files of their own.
         """
-        if (model := self._found(model_id)) is None:
+        if (model := if_known(self._client.get_logged_model, model_id)) is None:
             return
         versions = self.versions({model_id, str(model.source_run_id)})
         if any(self._is_source(model, version) for version in versions):
@@ -176,14 +176,6 @@ class MlflowModels:
         ):
             made = self._client.create_model_version(name, source, run.run_id, model_id=model_id)
         return int(made.version)
-
-    def _found(self, model_id: str) -> LoggedModel | None:
-        try:
-            return self._client.get_logged_model(model_id)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-            return None
 
     def _is_source(self, model: LoggedModel, version: ModelVersion) -> bool:
         if model.model_id in str(version.source).split("/"):

@@ -23,6 +23,7 @@ from rankzero.mlflow_store.client.connection import (
     AdaptiveTimeout,
     chunks,
     connect,
+    if_known,
     log_points,
     patience,
 )
@@ -192,13 +193,8 @@ class MlflowRuns:
 
     def require_run(self, run_id: str) -> None:
         """Raise RunGone if the run was deleted, and whatever MLflow raises if it cannot answer."""
-        try:
-            stage = self._run(run_id).info.lifecycle_stage
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-            stage = "deleted"
-        if stage == "deleted":
+        run = if_known(self._run, run_id)
+        if run is None or run.info.lifecycle_stage == "deleted":
             raise RunGone(f"the MLflow run {run_id} was deleted")
 
     def log_artifact(self, run_id: str, path: Path, folder: str | None = None) -> None:
