@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import getpass
 import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
 
 from mlflow.entities import Dataset, DatasetInput, InputTag, Param, Run, RunTag, ViewType
 from mlflow.exceptions import MlflowException
@@ -38,25 +36,10 @@ from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store.folder import Identity
 from rankzero.run_store.provenance import tags_for_mlflow, tags_of_user
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 # Lengths that MLflow accepts.
 _DATASET_NAME, _DATASET_DIGEST, _DATASET_TAG = 500, 36, 500
 # For the answer to a name, because somebody waits for the command.
 _LOOK_UP_SECONDS = 4
-
-
-def _patient(
-    method: Callable[Concatenate[MlflowRuns, _P], _R],
-) -> Callable[Concatenate[MlflowRuns, _P], _R]:
-    """Let the method's requests wait for an overloaded server."""
-
-    @functools.wraps(method)
-    def call(self: MlflowRuns, /, *arguments: _P.args, **named: _P.kwargs) -> _R:
-        with self._timeout.request():
-            return method(self, *arguments, **named)
-
-    return call
 
 
 class MlflowRuns:
@@ -70,7 +53,6 @@ class MlflowRuns:
         self.models = MlflowModels(self._client, tracking_uri, self._locations)
         self.deletion = MlflowDeletion(self._client, tracking_uri, self._locations, self.models)
 
-    @_patient
     def open_run(
         self, identity: Identity, start_seconds: float, experiment_id: str | None = None
     ) -> RunRecord:
@@ -78,9 +60,6 @@ class MlflowRuns:
 
         `experiment_id`: where it is, if that is known. The experiment may have another name by now.
         """
-        found = self.find_open_run(identity, experiment_id)
-        if found is not None:
-            return found
         tags = {
             "rankzero.uuid": identity.uuid,
             "mlflow.source.name": identity.experiment_file or "rankzero",
@@ -90,16 +69,16 @@ class MlflowRuns:
         # MLflow takes a run's user from this tag, only now. A container's user may have no name.
         with contextlib.suppress(OSError, KeyError, ImportError):
             tags["mlflow.user"] = getpass.getuser()
-        experiment = experiments.find_or_create(self._client, self._uri, identity, experiment_id)
-        # Sent again after a lost answer, it would make a second run. The next call looks first.
-        with request_timeout(0, once=True):
-            run = self._client.create_run(
-                experiment,
-                start_time=int(start_seconds * 1000),
-                run_name=identity.name,
-                tags={key: limits.head(one, limits.TAG_LENGTH) for key, one in tags.items() if one},
-            )
-        return RunRecord.of(run)
+        legal = {key: limits.head(one, limits.TAG_LENGTH) for key, one in tags.items() if one}
+        began, name = int(start_seconds * 1000), identity.name
+        with self._timeout.request():
+            if (found := self.find_open_run(identity, experiment_id)) is not None:
+                return found
+            where = experiments.find_or_create(self._client, self._uri, identity, experiment_id)
+            # Sent again after a lost answer, it would make a second run. The next call looks first.
+            with request_timeout(0, once=True):
+                run = self._client.create_run(where, start_time=began, run_name=name, tags=legal)
+            return RunRecord.of(run)
 
     def find_open_run(
         self, identity: Identity, experiment_id: str | None = None
@@ -124,72 +103,73 @@ class MlflowRuns:
         others = f"{named} and tags.`rankzero.uuid` != '{identity.uuid}'"
         return self._newest([experiment.experiment_id], others)
 
-    @_patient
     def start_attempt(self, run_id: str, event: RunStarted) -> None:
         """Set the run to RUNNING and log its params and tags.
 
         Keeps a note of the user that is there. Keeps all tags of the user that are there, unless a
         later attempt has others: the first one may be sent again, after somebody changed them.
         """
-        tags = {**tags_for_mlflow(event.environment), "rankzero.attempt": str(event.attempt)}
-        tags[CLAIM] = claim_of(event)
-        if event.attempt > 1:
-            tags.pop(DESCRIPTION, None)
-        else:
-            present = self._run(run_id).data.tags
-            for key in (DESCRIPTION, *tags_of_user(tags)):
-                if limits.name(key) in present:
-                    tags.pop(key, None)
-        run = self.log_params(run_id, event.params, tags)
-        if run.info.status != "RUNNING":
-            self._client.update_run(run_id, status="RUNNING")
+        with self._timeout.request():
+            tags = {**tags_for_mlflow(event.environment), "rankzero.attempt": str(event.attempt)}
+            tags[CLAIM] = claim_of(event)
+            if event.attempt > 1:
+                tags.pop(DESCRIPTION, None)
+            else:
+                present = self._run(run_id).data.tags
+                for key in (DESCRIPTION, *tags_of_user(tags)):
+                    if limits.name(key) in present:
+                        tags.pop(key, None)
+            run = self.log_params(run_id, event.params, tags)
+            if run.info.status != "RUNNING":
+                self._client.update_run(run_id, status="RUNNING")
 
-    @_patient
     def log_params(
         self, run_id: str, params: Mapping[str, str], tags: Mapping[str, str] | None = None
     ) -> Run:
         """Log params, and with them tags. Return the run as it was."""
-        run = self._run(run_id)
-        # MLflow never changes a param. A later value becomes a tag.
-        new, changed = limits.new_and_changed(params, run.data.params, run.data.tags)
-        for chunk in chunks([Param(*pair) for pair in new.items()], limits.ITEMS_PER_BATCH):
-            self._client.log_batch(run_id, params=chunk, synchronous=True)
-        self.set_tags(run_id, {**(tags or {}), **changed})
-        return run
+        with self._timeout.request():
+            run = self._run(run_id)
+            # MLflow never changes a param. A later value becomes a tag.
+            new, changed = limits.new_and_changed(params, run.data.params, run.data.tags)
+            for chunk in chunks([Param(*pair) for pair in new.items()], limits.ITEMS_PER_BATCH):
+                self._client.log_batch(run_id, params=chunk, synchronous=True)
+            self.set_tags(run_id, {**(tags or {}), **changed})
+            return run
 
-    @_patient
     def log_data(self, run_id: str, event: DataDescribed) -> None:
         """Log a data set as the run's input. A second call changes nothing."""
-        self._client.log_inputs(run_id, [_dataset_input(event)])
+        with self._timeout.request():
+            self._client.log_inputs(run_id, [_dataset_input(event)])
 
-    @_patient
     def log_metrics(self, run_id: str, points: Sequence[MetricPoint]) -> None:
         """Send the points. Sending one again changes nothing."""
-        log_points(self._client, run_id, points)
+        with self._timeout.request():
+            log_points(self._client, run_id, points)
 
-    @_patient
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
         """Set the tags, with names and values that MLflow accepts."""
-        legal_tags = [
-            RunTag(limits.name(key), limits.head(value, limits.TAG_LENGTH))
-            for key, value in tags.items()
-        ]
-        for chunk in chunks(legal_tags, limits.ITEMS_PER_BATCH):
-            self._client.log_batch(run_id, tags=chunk, synchronous=True)
+        with self._timeout.request():
+            legal_tags = [
+                RunTag(limits.name(key), limits.head(value, limits.TAG_LENGTH))
+                for key, value in tags.items()
+            ]
+            for chunk in chunks(legal_tags, limits.ITEMS_PER_BATCH):
+                self._client.log_batch(run_id, tags=chunk, synchronous=True)
 
     def description(self, run_id: str) -> str:
         """Return the run's description as it is in MLflow; users may edit it, too."""
         return str(self._run(run_id).data.tags.get(DESCRIPTION, ""))
 
-    @_patient
     def close_run(self, run_id: str, event: RunEnded) -> None:
         """Set the run's status and end time. Raises TrackingError if it has another status then."""
-        self._client.set_terminated(run_id, event.status, end_time=scalars.milliseconds(event.time))
-        status = self._run(run_id).info.status
-        if status != event.status:
-            raise TrackingError(
-                f"the run's status in MLflow is {status} after it was set to {event.status}"
-            )
+        with self._timeout.request():
+            ended = scalars.milliseconds(event.time)
+            self._client.set_terminated(run_id, event.status, end_time=ended)
+            status = self._run(run_id).info.status
+            if status != event.status:
+                raise TrackingError(
+                    f"the run's status in MLflow is {status} after it was set to {event.status}"
+                )
 
     def require_run(self, run_id: str) -> None:
         """Raise RunGone if the run was deleted, and whatever MLflow raises if it cannot answer."""
