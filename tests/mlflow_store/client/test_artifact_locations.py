@@ -87,7 +87,7 @@ def begun(root: Path, uri: str) -> tuple[RunFolder, MlflowRuns, RunRecord, str]:
 def test_an_uploaded_folder_keeps_the_mode_of_its_place(sqlite: str, tmp_path: Path) -> None:
     _, tracker, run, _ = begun(tmp_path, sqlite)
     location = tracker._locations.of_run(run.run_id)
-    place = location._folder
+    place = location.folder
     assert place is not None
     place.mkdir(parents=True, exist_ok=True)
     place.chmod(0o755)
@@ -103,9 +103,9 @@ def test_an_uploaded_folder_keeps_the_mode_of_its_place(sqlite: str, tmp_path: P
 def test_an_upload_keeps_the_number_of_its_error(sqlite: str, tmp_path: Path) -> None:
     _, tracker, run, _ = begun(tmp_path, sqlite)
     location = tracker._locations.of_run(run.run_id)
-    assert location._folder is not None
-    location._folder.mkdir(parents=True, exist_ok=True)
-    (location._folder / "images").write_text("a file where a folder belongs")
+    assert location.folder is not None
+    location.folder.mkdir(parents=True, exist_ok=True)
+    (location.folder / "images").write_text("a file where a folder belongs")
     (tmp_path / "new" / "images").mkdir(parents=True)
     (tmp_path / "new" / "images" / "a.txt").write_text("a")
     # By the number, the courier tells a lack of space from a name that can never be written.
@@ -116,10 +116,10 @@ def test_an_upload_keeps_the_number_of_its_error(sqlite: str, tmp_path: Path) ->
 def test_a_folder_that_retention_deleted_leaves_nothing_behind(sqlite: str, tmp_path: Path) -> None:
     _, tracker, run, _ = begun(tmp_path, sqlite)
     location = tracker._locations.of_run(run.run_id)
-    assert location._folder is not None and not location._folder.exists()
+    assert location.folder is not None and not location.folder.exists()
     with pytest.raises(FileNotFoundError):
         location.upload_folder(tmp_path / "deleted")
-    assert not location._folder.exists()
+    assert not location.folder.exists()
 
 
 def test_what_is_copied_into_the_embedded_store_is_synced_with_its_folders(

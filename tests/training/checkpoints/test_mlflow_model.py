@@ -135,6 +135,6 @@ def test_incomplete_upload_is_not_the_best_model(sqlite: str, tmp_path: Path) ->
     with mlflow_model.saved(nn.Linear(3, 3), torch.randn(2, 3)) as saved:
         whole = tracker.models.log_model(run, saved.folder, "best_model", 9, tags)
     assert tracker.models.best_model(run) == whole
-    assert [model.model_id for model in tracker.models._models(run, "pytorch")] == [whole], (
+    assert [model.model_id for model in tracker.models.of_run(run, "pytorch")] == [whole], (
         "what was left is gone"
     )

@@ -42,7 +42,7 @@ class _ArtifactLocation:
     """
 
     def __init__(self, repository: Any, folder: Path | None, top: Path | None = None) -> None:
-        self._repository, self._folder = repository, folder
+        self._repository, self.folder = repository, folder
         self._top = top
 
     def upload_file(self, path: Path, below: str | None = None) -> None:
@@ -59,45 +59,40 @@ class _ArtifactLocation:
     def upload_folder(self, path: Path) -> None:
         """Upload a folder's content. Raises NeverAccepted if a link leads elsewhere."""
         self._refuse_links(names(path))
-        if self._folder is not None:
-            _copy_into(path, self._folder)
+        if self.folder is not None:
+            _copy_into(path, self.folder)
             self._confirm(names(path))
             return
         with patience(path):
             self._repository.log_artifacts(str(path))
 
-    @property
-    def folder(self) -> Path | None:
-        """The files' folder on this machine, or None if they are elsewhere."""
-        return self._folder
-
     def delete(self) -> None:
         """Delete all of the files."""
-        if self._folder is None:
+        if self.folder is None:
             with patience():
                 self._repository.delete_artifacts()
-        elif self._folder.exists():
+        elif self.folder.exists():
             # Not by MLflow, which unquotes the path twice and then deletes another folder.
-            shutil.rmtree(self._folder)
+            shutil.rmtree(self.folder)
 
     def _confirm(self, written: Iterable[str]) -> None:
         """Return once this machine's disk has the files. Raises OSError if it fails or is full."""
         # A picture's source is deleted, and delivery.json is synced, once the upload returns.
-        if self._folder is None or self._top is None:
+        if self.folder is None or self._top is None:
             return
-        disk.sync_all([self._folder / name for name in written], self._top)
+        disk.sync_all([self.folder / name for name in written], self._top)
         # The folders above have their names for good.
-        self._top = self._folder
+        self._top = self.folder
 
     def _refuse_links(self, written: Iterable[str]) -> None:
         """Raise NeverAccepted if a link leads one of the paths `written` out of the folder."""
-        if self._folder is None:
+        if self.folder is None:
             return
-        base = self._folder.resolve()
+        base = self.folder.resolve()
         for name in written:
             if (base / name).resolve() != base / name:
                 raise NeverAccepted(
-                    f"{self._folder / name} leads out of MLflow's artifacts by a link: remove it"
+                    f"{self.folder / name} leads out of MLflow's artifacts by a link: remove it"
                 )
 
 

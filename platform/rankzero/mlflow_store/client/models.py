@@ -125,7 +125,7 @@ class MlflowModels:
         """
         saved_at = tags.get("rankzero.saved_at")
         whole: LoggedModel | None = None
-        for model in self._models(run, kind):
+        for model in self.of_run(run, kind):
             is_same = model.tags.get("rankzero.saved_at") == saved_at
             if model.name != name or not (is_same or "rankzero.model" in model.tags):
                 continue
@@ -141,7 +141,7 @@ class MlflowModels:
         """Return the steps of the run's logged best models by their ids, the newest last."""
         steps = {
             str(model.model_id): int(model.tags["rankzero.step"])
-            for model in self._models(run, "pytorch")
+            for model in self.of_run(run, "pytorch")
             if model.status == "READY" and model.tags.get("rankzero.model") == "best"
         }
         return dict(sorted(steps.items(), key=lambda one: one[1]))
@@ -149,6 +149,14 @@ class MlflowModels:
     def best_model(self, run: RunRecord) -> str | None:
         """Return the id of the run's newest logged best model, or None if it has none."""
         return next(reversed(self.best_models(run)), None)
+
+    def of_run(
+        self, run: RunRecord, kind: str | None = None, condition: str = ""
+    ) -> list[LoggedModel]:
+        """Return the logged models of a run, by default also those that other tools logged."""
+        where = f"source_run_id = '{run.run_id}'{condition}"
+        models = all_found(self._client.search_logged_models, [run.experiment_id], where)
+        return [model for model in models if kind in (None, model.model_type)]
 
     def register(self, run: RunRecord, model_id: str, name: str) -> int:
         """Make a logged model the newest version of a registered model and return the version.
@@ -187,16 +195,7 @@ class MlflowModels:
 
     def _checkpoint_models(self, run: RunRecord, step: int | None = None) -> list[LoggedModel]:
         condition = "" if step is None else f" AND tags.`rankzero.step` = '{step}'"
-        return self._models(run, "checkpoint", condition)
-
-    def of_run(self, run: RunRecord) -> list[LoggedModel]:
-        """Return all logged models of a run, checkpoints and those that other tools logged."""
-        return self._models(run, None)
-
-    def _models(self, run: RunRecord, kind: str | None, condition: str = "") -> list[LoggedModel]:
-        where = f"source_run_id = '{run.run_id}'{condition}"
-        models = all_found(self._client.search_logged_models, [run.experiment_id], where)
-        return [model for model in models if kind in (None, model.model_type)]
+        return self.of_run(run, "checkpoint", condition)
 
     def _upload_checkpoint(
         self,
