@@ -25,7 +25,11 @@ def test_they_are_the_tables_that_mlflow_makes(tmp_path: Path) -> None:
 
     database = tmp_path / "mlflow.db"
     MlflowClient(f"sqlite:///{database}").search_experiments(max_results=1)
-    made, file = ready_tables.dump(database), ready_tables.file_of(VERSION)
+    with closing(sqlite3.connect(database)) as store:
+        # Its place differs from store to store, so MLflow adds it to each.
+        store.execute("DELETE FROM experiments")
+        made = "\n".join(store.iterdump()) + "\n"
+    file = ready_tables.file_of(VERSION)
     if os.environ.get("RANKZERO_WRITE_TABLES"):
         file.write_text(made, encoding="utf-8")
     assert file.exists(), f"there are no tables of MLflow {VERSION}: run make tables"

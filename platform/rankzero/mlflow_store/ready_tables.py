@@ -22,11 +22,3 @@ def create(database: Path, mlflow_version: str) -> None:
     if file.exists():
         with contextlib.closing(sqlite3.connect(database)) as connection:
             connection.executescript(file.read_text(encoding="utf-8"))
-
-
-def dump(database: Path) -> str:
-    """Return the SQL that creates the tables of a database that has no runs yet."""
-    with contextlib.closing(sqlite3.connect(database)) as connection:
-        # Its place differs from store to store, so MLflow adds it to each.
-        connection.execute("DELETE FROM experiments")
-        return "\n".join(connection.iterdump()) + "\n"
