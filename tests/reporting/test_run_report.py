@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rankzero.events import Event, RunStarted, StepsLogged, SystemSampled
 from rankzero.reporting.run_facts import fold
-from rankzero.reporting.run_report import for_terminal, markdown, page, so_far
+from rankzero.reporting.run_report import markdown, page
 from rankzero.run_store import checkpoint_files
 from support.runs import T0, append, deleted, ended, evaluated, make_folder, saved, started, steps
 
@@ -156,11 +156,8 @@ def test_the_report_names_what_limited_the_speed() -> None:
     )
 
 
-def test_a_run_without_an_end_has_a_report() -> None:
-    facts = fold([started(), steps(1, 10)])
-    assert "### RUNNING: at step 10 of 100" in markdown("digits-1", facts, so_far(facts, "RUNNING"))
-
-
-def test_the_text_for_the_terminal_has_no_spaces_of_the_page() -> None:
-    text = for_terminal(report(started(width="3"), steps(1, 2)))
+def test_a_run_without_an_end_has_a_report_without_spaces_of_the_page(tmp_path: Path) -> None:
+    append(folder := make_folder(tmp_path), started(width="3"), steps(1, 10))
+    text = page(folder)
+    assert "### DIED: at step 10 of 100" in text
     assert "&" not in text and "| `width` | `3` |" in text

@@ -1,7 +1,7 @@
 """Links on the run's page in MLflow to its pictures, charts and pages: one click each.
 
 MLflow cannot show an image there in a smaller size, and a wide one hides the rest. A link contains
-the run's id, so a run in another store needs other links. The terminal shows none.
+the run's id, so a run in another store needs other links.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from rankzero.run_store.delivery_state import DeliveryState
 
 _SHOWN = re.compile(r"artifacts/(?:(?:pictures/)?[^/]+\.png|[^/]+\.html)")
 _MOST = 8
-_LINKS = re.compile(r"(?: · \[[^\]]*\]\(#/experiments/[^)]*\))+$", re.MULTILINE)
 _RUN = re.compile(r"(?<=\]\()#/experiments/\d+/runs/[0-9a-f]{32}/")
 
 
@@ -32,11 +31,6 @@ def links(state: DeliveryState) -> str:
     # Without its kind of workflow, MLflow shows the menu of its other half.
     end = "?workflowType=machine_learning"
     return "".join(f" · [{_words(name)}]({base}{quote(name)}{end})" for name in linked(state))
-
-
-def removed(text: str) -> str:
-    """Return the page without the links."""
-    return _LINKS.sub("", text)
 
 
 def readdressed(text: str, experiment_id: str, run_id: str) -> str:

@@ -13,11 +13,10 @@ from rankzero.events import RunEnded
 from rankzero.reporting import page_links, reproduce
 from rankzero.reporting.delivery_problems import trouble
 from rankzero.reporting.markdown import table
-from rankzero.reporting.run_facts import Facts, facts_of, fold, is_limited, limited_by, straggler
+from rankzero.reporting.run_facts import Facts, facts_of, is_limited, limited_by, straggler
 from rankzero.run_store import provenance
 from rankzero.run_store.delivery_state import DeliveryState, load, path_of
 from rankzero.run_store.folder import RunFolder
-from rankzero.run_store.journal import read_all
 from rankzero.scalars import number, shown
 
 _SETTINGS = (
@@ -47,23 +46,33 @@ _GAP = "&nbsp;\n\n"
 
 def page(folder: RunFolder) -> str:
     """Return a run's page in MLflow as text, as if a run without an end ended now."""
-    text = for_terminal(written(folder, load(path_of(folder, 0)), folder.root))
+    facts = facts_of(folder)
+    text = written(folder, facts, load(path_of(folder, 0)), folder.root)
+    # Only MLflow's page needs this space.
+    text = text.replace(_GAP, "").replace("&emsp;", "")
     # MLflow has the note above the page, where users edit it.
-    note = fold(read_all(folder.events)).note
-    return f"{note}\n\n{text}" if note else text
+    return f"{facts.note}\n\n{text}" if facts.note else text
 
 
-def written(folder: RunFolder, progress: DeliveryState, root: Path | None = None) -> str:
-    """Return the page with the problems of this delivery; `root`: its store, for commands."""
-    facts, problems = facts_of(folder), trouble(progress)
-    links = page_links.links(progress)
+def written(
+    folder: RunFolder, facts: Facts, progress: DeliveryState, root: Path | None = None
+) -> str:
+    """Return the page with the problems of this delivery.
+
+    `root`: its store, for commands. Without one it is the page for MLflow, with links.
+    """
+    problems = trouble(progress)
+    links = page_links.links(progress) if root is None else ""
     if folder.description.exists():
         # Other text, such as a study's: the problems come at its end.
         first, _, rest = folder.description.read_text(encoding="utf-8").partition("\n\n")
         notes = _all_notes(facts, problems)
         parts = [first.rstrip() + links, rest.rstrip(), *notes]
         return "\n\n".join(filter(None, parts)) + "\n"
-    end = facts.end or so_far(facts, read_summary(folder).status)
+    end = facts.end
+    if end is None:
+        status: Any = read_summary(folder).status
+        end = RunEnded(facts.last_time, status, f"at step {facts.steps_text}", None, {})
     return markdown(folder.identity.name, facts, end, problems, links, root)
 
 
@@ -93,16 +102,6 @@ def markdown(
     ]
     # A part without content is empty. Then its heading is left out, too.
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def so_far(facts: Facts, status: Any) -> RunEnded:
-    """Return an end for `markdown` of a run that has none yet."""
-    return RunEnded(facts.last_time, status, f"at step {facts.steps_text}", None, {})
-
-
-def for_terminal(text: str) -> str:
-    """Return the Markdown without space and links that only MLflow's page needs."""
-    return page_links.removed(text).replace(_GAP, "").replace("&emsp;", "")
 
 
 def _lead(facts: Facts, end: RunEnded) -> str:

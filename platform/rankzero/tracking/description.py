@@ -10,6 +10,7 @@ from rankzero.mlflow_store import limits
 from rankzero.mlflow_store.items import DESCRIPTION, Tags
 from rankzero.reporting import page_links
 from rankzero.reporting.delivery_problems import trouble
+from rankzero.reporting.run_facts import facts_of
 from rankzero.reporting.run_report import written
 from rankzero.run_store.delivery_state import DeliveryState, Page, Task
 from rankzero.run_store.folder import RunFolder
@@ -52,7 +53,7 @@ def page_tags(
     if task is Task.PAGE_UPDATE and not is_ours:
         return [Tags(problem_tags(state))], state
     try:
-        text = written(folder, state)
+        text = written(folder, facts_of(folder), state)
     except Exception as error:
         # A user's values may break the report in any way.
         log.exception("no report")

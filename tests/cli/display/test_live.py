@@ -17,6 +17,7 @@ from rankzero.cli.display.terminal import table_console
 from rankzero.events import Evaluated
 from rankzero.experiment import Goal
 from rankzero.reporting import run_report
+from rankzero.reporting.run_facts import facts_of
 from rankzero.run_store.delivery_state import load, path_of
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import delivery_status
@@ -135,7 +136,7 @@ def test_commands_of_an_offline_run_name_its_store(tmp_path: Path) -> None:
     assert delivery_notes.offline_note(folder).endswith(f"rankzero sync {name}{option}")
     append(folder, started(), saved(folder, 50), ended("KILLED"))
     assert f"\nrankzero resume {name}{option}\n" in run_report.page(folder)
-    kept = run_report.written(folder, load(path_of(folder, 0)))
+    kept = run_report.written(folder, facts_of(folder), load(path_of(folder, 0)))
     assert f"\nrankzero resume {name}\n" in kept, "MLflow's page stays true if the store is moved"
 
 
