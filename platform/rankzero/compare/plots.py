@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rankzero.compare.results import StrategyResult
-from rankzero.reporting.image_grids import DOTS_PER_INCH, GREY, INK, headings, plain_words
+from rankzero.reporting.image_grids import DOTS_PER_INCH, GREY, INK, canvas, headings, plain_words
 from rankzero.training.profiling.profiler import Profile
 
 _COLOURS = {
@@ -25,9 +25,7 @@ _NARROW = 0.05  # the share of a part that has no room for words
 @plain_words()
 def write_scaling(folder: Path, rows: Sequence[StrategyResult]) -> None:
     """Write ``scaling.png``: the speed-up by the number of devices."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 5), layout="constrained")
+    figure = canvas(7, 5)
     axes = figure.subplots()
     points: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
@@ -48,11 +46,9 @@ def write_scaling(folder: Path, rows: Sequence[StrategyResult]) -> None:
 @plain_words()
 def write_step(path: Path, profile: Profile) -> None:
     """Draw the parts of a step's time as one bar."""
-    from matplotlib.figure import Figure
-
     path.parent.mkdir(parents=True, exist_ok=True)
     whole, shares = 1e3 * profile.step_seconds, dataclasses.asdict(profile.breakdown)
-    figure = Figure(figsize=(9, 2.7), layout="constrained", facecolor="white")
+    figure = canvas(9, 2.7)
     axes = figure.subplots()
     left = 0.0
     for name, share in shares.items():

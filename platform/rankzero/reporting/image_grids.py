@@ -112,7 +112,7 @@ def _grid(
     rows = max(1, -(-len(images) // _COLUMNS))
     lines = max([1, *map(len, words)])
     height = 0.98 + rows * (1.65 + 0.19 * lines) if len(images) else 2.2
-    figure = _figure(7.2, height)
+    figure = canvas(7.2, height)
     headings(figure, height, title, subtitle, key)
     if not len(images):
         figure.text(0.5, 0.38, "No mistakes", ha="center", fontsize=15, color=_GREEN)
@@ -144,7 +144,7 @@ def _confusion(arrays: Mapping[str, Any], classes: Sequence[str], step: int) -> 
     side = min(11.0, max(4.2, 2.4 + 0.42 * size)) if size <= _MAX_NUMBERED else 8.0
     right = counts.trace() / max(1.0, counts.sum())
     subtitle = f"step {step:,} · {right:.1%} of {int(counts.sum()):,} right{_share(arrays)}"
-    figure = _figure(side + 1.1, side + 0.75)
+    figure = canvas(side + 1.1, side + 0.75)
     headings(figure, side + 0.75, "Confusion matrix", subtitle)
     axes = figure.subplots()
     # With more classes than pixels, "nearest" would leave out some of them.
@@ -171,7 +171,8 @@ def _confusion(arrays: Mapping[str, Any], classes: Sequence[str], step: int) -> 
     return figure
 
 
-def _figure(width: float, height: float) -> Any:
+def canvas(width: float, height: float) -> Any:
+    """Return an empty figure of so many inches, whose parts make room for each other."""
     # Not by pyplot, which keeps every figure.
     from matplotlib.figure import Figure
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankzero.reporting.image_grids import plain_words
+from rankzero.reporting.image_grids import canvas, plain_words
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -21,15 +21,13 @@ def write(path: Path, table: DataFrame, goal: str = "") -> bool:
 
     ``train/loss`` and ``val/loss`` share a frame.
     """
-    from matplotlib.figure import Figure
-
     # The first two columns are the step and its time.
     groups = grouped([str(name) for name in table.columns[2:]], goal)
     if not groups:
         return False
     columns = min(_COLUMNS, len(groups))
     rows = -(-len(groups) // _COLUMNS)
-    figure = Figure(figsize=(6.0 * columns, 3.6 * rows), layout="constrained")
+    figure = canvas(6.0 * columns, 3.6 * rows)
     frames = list(figure.subplots(rows, columns, squeeze=False).flat)
     for frame, (title, names) in zip(frames, groups.items(), strict=False):
         for name in names:
