@@ -327,14 +327,17 @@ def _checked(unpacked: Path, runs: Path) -> RunFolder:
 
 def _place(unpacked: Path, folder: RunFolder, tracking_uri: str, named: list[str]) -> None:
     """Move an unpacked run to the others. Children come after their parent."""
-    read = RunFolder(unpacked).identity
+    read, file = RunFolder(unpacked).identity, None
+    if read.experiment_file is not None and read.project_dir is not None:
+        # Below the folder in which the run was started.
+        file = os.path.relpath(read.experiment_file, read.project_dir)
     identity = Identity(
         name=read.name,
         uuid=read.uuid,
         experiment=read.experiment,
         tracking_uri=tracking_uri,
         artifact_root=uris.artifact_root(tracking_uri),
-        experiment_file=download.file_here(_relative(read), folder.root),
+        experiment_file=download.file_here(file, folder.root),
         project_dir=str(Path.cwd()),
         # A child that was exported alone stands alone: it would wait for its parent for ever.
         parent=read.parent if read.parent in named else None,
@@ -342,13 +345,6 @@ def _place(unpacked: Path, folder: RunFolder, tracking_uri: str, named: list[str
     RunFolder(unpacked).write_identity(identity)
     (unpacked / _UNFINISHED).touch()
     unpacked.rename(folder.path)
-
-
-def _relative(identity: Identity) -> str | None:
-    """Return the path of the experiment's file below the folder in which the run was started."""
-    if identity.experiment_file is None or identity.project_dir is None:
-        return None
-    return os.path.relpath(identity.experiment_file, identity.project_dir)
 
 
 def _deliver_what_mlflow_had(

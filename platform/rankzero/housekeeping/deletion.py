@@ -56,9 +56,7 @@ class Housekeeper:
 
     discard_undelivered: bool = False
     """Whether what MLflow lacks may be lost."""
-
-    def __post_init__(self) -> None:
-        self._stores: dict[str, MlflowDeletion] = {}
+    _stores: dict[str, MlflowDeletion] = dataclasses.field(default_factory=dict, init=False)
 
     def obstacle(self, folder: RunFolder) -> str | None:
         """Return why this run stays, or None."""

@@ -15,6 +15,7 @@ from rankzero.redaction.text import line_without_secrets
 from rankzero.run_store import checkpoint_files, names
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.location import may_be_foreign
+from rankzero.tracking.open_run import connect
 
 if TYPE_CHECKING:
     from rankzero.mlflow_store.client import MlflowRuns, RunRecord
@@ -26,9 +27,7 @@ def run_folder(runs: Path, tracking_uri: str, name_or_id: str) -> RunFolder:
 
     Raises TrackingError, UserError.
     """
-    from rankzero.mlflow_store.client import MlflowRuns
-
-    tracker = MlflowRuns(tracking_uri)
+    tracker = connect(tracking_uri)
     found = tracker.find_run(name_or_id)
     if "rankzero.uuid" not in found.tags:
         raise UserError(f"{name_or_id} was not made by rankzero: it cannot be resumed")
@@ -80,9 +79,7 @@ def newest_checkpoint(
     the same step. Only steps after `after` count. Raises if MLflow cannot be reached, because an
     older one would cost steps.
     """
-    from rankzero.mlflow_store.client import MlflowRuns
-
-    tracker = MlflowRuns(folder.identity.tracking_uri)
+    tracker = connect(folder.identity.tracking_uri)
     if run is None:
         run_id = mlflow_id(folder)
         if run_id is None:
