@@ -49,13 +49,6 @@ def read_store(runs: Path) -> StoreRows:
     return _read(database, read) or StoreRows("", {}, frozenset(), {})
 
 
-def ids_named(runs: Path, name: str) -> list[str]:
-    """Return the ids of the runs that have this name in the embedded store."""
-    query = "SELECT run_uuid FROM runs WHERE name = ?"
-    found = _read(_database(runs), lambda store: store.execute(query, (name,)).fetchall())
-    return [str(one) for (one,) in found or ()]
-
-
 def artifact_folders(runs: Path) -> list[str]:
     """Return where the embedded store has its experiments' artifacts. Every command asks."""
     return [place for place, _ in (_read(_database(runs), _experiments) or {}).values()]

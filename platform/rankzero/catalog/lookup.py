@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rankzero.catalog import command_lines, deleted, summary, summary_cache
 from rankzero.catalog.summary import Summary
-from rankzero.catalog.summary_cache import SPARE_LINES, SummaryCache
+from rankzero.catalog.summary_cache import SummaryCache
 from rankzero.errors import UserError
 from rankzero.events import RunEnded, RunStarted
 from rankzero.run_store import delivery_state, names, symlinks
@@ -75,7 +75,8 @@ def find(
 def _refuse_another(folder: RunFolder, among_deleted: bool) -> None:
     """Raise UserError if lists show the folder's name for another run. A person may mean either."""
     runs, name, own = folder.path.parent, folder.path.name, mlflow_id(folder)
-    ids = [one for one in deleted.ids_named(runs, name) if one != own]
+    given = deleted.read_store(runs).runs
+    ids = [one for one, known_as in given.items() if known_as == name and one != own]
     # A list of thousands of runs takes long. Seldom is there an id, which may be of no folder here.
     known = listed(runs, among_deleted=among_deleted) if ids else ()
     if others := [one.mlflow_run_id for one in known if one.mlflow_run_id in ids]:
@@ -139,13 +140,14 @@ def attempt_started(folder: RunFolder, since: int | None) -> bool:
 def listed(
     runs: Path,
     on_invalid: Callable[[str], object] = log.debug,
-    spare_lines: int = SPARE_LINES,
+    spare_lines: int = 1000,
     *,
     among_deleted: bool = False,
 ) -> list[Summary]:
     """Return the summaries of all runs that are not deleted, or of the others; the newest first.
 
-    Calls `on_invalid` with a message for each folder that cannot be read as a run.
+    Calls `on_invalid` with a message for each folder that cannot be read as a run. The
+    cache may have `spare_lines` that are outdated.
     """
     cache, found, store = SummaryCache(runs), list[Summary](), deleted.read_store(runs)
     for entry in _entries(runs):

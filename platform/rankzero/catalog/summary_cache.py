@@ -26,8 +26,6 @@ HEADS, DETAILS = ".summary-heads.jsonl", ".summary-details.jsonl"
 _OF_EARLIER_VERSIONS = ".summaries.jsonl"
 # File systems count time in ticks. Two changes further apart than this have different times.
 _SETTLED_NANOSECONDS = 2_000_000_000
-# Outdated lines before the files are deleted.
-SPARE_LINES = 1000
 
 
 class SummaryCache:
@@ -55,7 +53,7 @@ class SummaryCache:
             details = json.dumps(run.details(), separators=(",", ":"))
             self._new.append((head, f"{json.dumps(name)}\t{signature}\t{details}"))
 
-    def save(self, runs: int, spare_lines: int = SPARE_LINES) -> None:
+    def save(self, runs: int, spare_lines: int) -> None:
         """Add what is new to the files. Delete them if most of their lines are outdated."""
         # A read-only or full disk costs the next list some time.
         with contextlib.suppress(OSError):
