@@ -137,8 +137,8 @@ def _speed_rows(facts: Sequence[Facts]) -> Iterator[ComparisonRow]:
 def _speeds(facts: Facts) -> dict[str, float]:
     summary = dict(facts.end.metrics) if facts.end else {}
     # A run that was killed has no summary. Then its newest speed is the best that is known.
-    if facts.speed is not None:
-        summary.setdefault("samples_per_second", facts.metrics[SPEED])
+    if SPEED in facts.metrics:
+        summary.setdefault(_SPEED, facts.metrics[SPEED])
     known = {
         title: summary[key]
         for key, title in _SPEEDS.items()
@@ -152,7 +152,9 @@ def _code(side: RunSide) -> dict[str, str]:
     known = {title: side.facts.environment.get(tag, "") for title, tag in _CODE.items()}
     files = len(_by_file(side.patch))
     changes = f"{files} file{'s' * (files != 1)}" if side.patch else "none"
-    commands = "\n".join(shlex.join(reproduce.words(text)) for text in side.facts.commands)
+    # Without repetitions.
+    texts = dict.fromkeys(text for text, *_ in side.facts.every_command)
+    commands = "\n".join(shlex.join(reproduce.words(text)) for text in texts)
     return {**known, "uncommitted changes": changes, "commands": commands}
 
 

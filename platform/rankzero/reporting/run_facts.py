@@ -23,7 +23,6 @@ from rankzero.events import (
     TagsSet,
 )
 from rankzero.experiment import Goal
-from rankzero.metric_names import SPEED
 from rankzero.mlflow_store.items import DESCRIPTION
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.provenance import tags_of_user
@@ -65,7 +64,6 @@ class Facts:
     best_metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     tested: Evaluated | None = None
     """The newest evaluation of the test sets."""
-    speed: float | None = None
     checkpoints: dict[int, bool] = dataclasses.field(default_factory=dict)
     """Step -> whether it is the best."""
     gpu_sums: dict[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
@@ -88,11 +86,6 @@ class Facts:
     def steps_text(self) -> str:
         """Return the steps of all attempts for people: ``176 of 500``."""
         return f"{self.steps:,}" + (f" of {self.total_steps:,}" if self.total_steps else "")
-
-    @property
-    def commands(self) -> list[str]:
-        """The attempts' command lines, without repetitions."""
-        return list(dict.fromkeys(command for command, *_ in self.every_command))
 
     @property
     def gpu_means(self) -> dict[str, float]:
@@ -247,7 +240,6 @@ def _steps(facts: Facts, event: StepsLogged) -> None:
         at = min(highest, len(column) - 1, len(steps) - 1)
         if at >= 0:
             _take_value(facts, key, steps[at], column[at])
-    facts.speed = facts.metrics.get(SPEED)
 
 
 def _take_value(facts: Facts, key: str, step: object, value: object) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from rankzero.catalog import command_lines
 from rankzero.catalog.summary import read_summary
 from rankzero.events import RunEnded
+from rankzero.metric_names import SPEED
 from rankzero.reporting import page_links, reproduce
 from rankzero.reporting.delivery_problems import trouble
 from rankzero.reporting.markdown import table
@@ -157,7 +158,7 @@ def _progress_rows(facts: Facts) -> Iterator[tuple[str, str]]:
 
 def _speed_rows(facts: Facts, end: RunEnded) -> Iterator[tuple[str, str]]:
     # Without a summary, the newest speed: the run was killed, or it still trains.
-    speed = number(end.metrics.get("samples_per_second")) or facts.speed
+    speed = number(end.metrics.get("samples_per_second")) or facts.metrics.get(SPEED)
     if speed:
         half = number(end.metrics.get("samples_per_second_half_width"))
         yield "Throughput", f"**{_number(speed)}**{f' ± {_number(half)}' if half else ''} samples/s"
