@@ -9,6 +9,7 @@ Few lists need the second file, which is five times as large. Both may be delete
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import time
@@ -37,13 +38,15 @@ class SummaryCache:
         self._count = len(lines)
         self._heads = {name: (signature, row) for name, signature, *row in _rows(lines)}
         self._details: dict[str, tuple[str, str]] | None = None
+        self._found = dict[str, Details]()
 
     def find(self, name: str, path: str, signature: str) -> Summary | None:
         """Return the summary of a folder, unless the folder has another `signature` now."""
         kept, row = self._heads.get(name, ("", ()))
         if kept != signature or not kept:
             return None
-        return summary.from_row(path, _KeptDetails(self, name, path, signature), row)
+        details = functools.partial(self._details_of, name, path, signature)
+        return summary.from_row(path, details, row)
 
     def keep(self, run: Summary, name: str, signature: str) -> None:
         """Have `save` write a summary, if the run has ended and has not changed just now."""
@@ -62,23 +65,25 @@ class SummaryCache:
                 self._load_details()  # This list may still need them.
                 self._delete()
             elif self._new:
-                # The details first, because `details` takes a head without them for damage.
+                # The details first, because `_details_of` takes a head without them for damage.
                 for name, part in ((DETAILS, 1), (HEADS, 0)):
                     text = "".join(f"{one[part]}\n" for one in self._new)
                     with open(self._runs / name, "ab", opener=symlinks.no_follow) as file:
                         file.write(text.encode())
 
-    def details(self, name: str, signature: str) -> Details | None:
-        """Return the kept details of a folder with this `signature`.
+    def _details_of(self, name: str, path: str, signature: str) -> Details:
+        """Return a folder's details, which are read when they are needed, and once.
 
-        Without them, deletes the files, so that the next list writes them again.
+        If they are damaged, reads the run, and deletes the files: the next list writes them again.
         """
-        kept, text = self._load_details().get(json.dumps(name), ("", ""))
-        found = summary.details_from_line(text) if kept == signature else None
-        if found is None:
-            with contextlib.suppress(OSError):
-                self._delete()
-        return found
+        if name not in self._found:
+            kept, text = self._load_details().get(json.dumps(name), ("", ""))
+            found = summary.details_from_line(text) if kept == signature else None
+            if found is None:
+                with contextlib.suppress(OSError):
+                    self._delete()
+            self._found[name] = found or _read(path)
+        return self._found[name]
 
     def _load_details(self) -> dict[str, tuple[str, str]]:
         if self._details is None:
@@ -92,25 +97,11 @@ class SummaryCache:
             (self._runs / name).unlink(missing_ok=True)
 
 
-class _KeptDetails:
-    """Finds a run's details when they are needed, and once. Damaged ones are read from the run."""
-
-    __slots__ = ("_cache", "_found", "_name", "_path", "_signature")
-
-    def __init__(self, cache: SummaryCache, name: str, path: str, signature: str) -> None:
-        self._cache, self._name, self._path, self._signature = cache, name, path, signature
-        self._found: Details | None = None
-
-    def __call__(self) -> Details:
-        if self._found is None:
-            self._found = self._cache.details(self._name, self._signature) or self._read()
-        return self._found
-
-    def _read(self) -> Details:
-        try:
-            return summary.read_summary(RunFolder(Path(self._path))).details()
-        except InvalidRunFolder:  # It was deleted meanwhile.
-            return Details({}, {}, {})
+def _read(path: str) -> Details:
+    try:
+        return summary.read_summary(RunFolder(Path(path))).details()
+    except InvalidRunFolder:  # It was deleted meanwhile.
+        return Details({}, {}, {})
 
 
 def signature(folder: str) -> str:
