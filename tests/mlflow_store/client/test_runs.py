@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import shlex
 import sqlite3
@@ -362,6 +363,19 @@ def test_the_error_for_a_deleted_experiment_names_the_command(
 def test_an_unknown_run_is_an_error(tracker: MlflowRuns) -> None:
     with pytest.raises(TrackingError, match="no run is called"):
         tracker.find_run("it's nobody")
+
+
+def test_a_run_is_found_in_any_of_many_experiments(
+    tracker: MlflowRuns, run: RunRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker._client.create_experiment(f"newer than {run.run_id}")
+    # MLflow's own pages have a thousand.
+    pages = functools.partial(tracker._client.search_experiments, max_results=1)
+    monkeypatch.setattr(tracker._client, "search_experiments", pages)
+    assert tracker.find_run(run.name).run_id == run.run_id
+    assert run.run_id in tracker.ids_named(run.name)
+    tracker.deletion.delete(run.run_id)
+    assert run.run_id in tracker.deletion.deleted()
 
 
 def test_nothing_is_left_in_the_current_directory(

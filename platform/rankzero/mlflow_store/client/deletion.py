@@ -33,7 +33,7 @@ class MlflowDeletion:
 
     def deleted(self) -> set[str]:
         """Return the ids of all runs that are deleted and can be restored."""
-        experiments = self._client.search_experiments(view_type=ViewType.ALL)
+        experiments = all_found(self._client.search_experiments, view_type=ViewType.ALL)
         ids = [experiment.experiment_id for experiment in experiments]
         kind = ViewType.DELETED_ONLY
         runs = all_found(self._client.search_runs, ids, run_view_type=kind) if ids else ()

@@ -19,6 +19,7 @@ from rankzero.mlflow_store.client import experiments
 from rankzero.mlflow_store.client.artifact_locations import ArtifactLocations
 from rankzero.mlflow_store.client.connection import (
     AdaptiveTimeout,
+    all_found,
     chunks,
     connect,
     if_known,
@@ -203,7 +204,7 @@ class MlflowRuns:
         # MLflow refuses what is not a run's id.
         with contextlib.suppress(MlflowException):
             return RunRecord.of(self._run(name_or_id))
-        known = self._client.search_experiments()
+        known = all_found(self._client.search_experiments)
         experiments = [one.experiment_id for one in known if experiment in (None, one.name)]
         found = self._newest(experiments, _named(name_or_id))
         if found is None:
@@ -214,7 +215,7 @@ class MlflowRuns:
         """Return the ids of all runs of this name. Waits a few seconds for a server, and once."""
         view = ViewType.DELETED_ONLY if among_deleted else ViewType.ACTIVE_ONLY
         with request_timeout(_LOOK_UP_SECONDS, once=True, at_most=True):
-            known = self._client.search_experiments()
+            known = all_found(self._client.search_experiments)
             found = self._client.search_runs(
                 [one.experiment_id for one in known], _named(name), view
             )
