@@ -123,7 +123,7 @@ def test_a_leader_that_lost_the_lead_ends_its_part_and_not_the_study(
         hosts=[],
         notify=notify,
     )
-    outcome = search._lead(setup, study, None)
+    outcome = search._lead(setup, study)
     assert "Another one leads it since, and decides." in outcome.text
     ended = last_end(folder)
     if same_folder:

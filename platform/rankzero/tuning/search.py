@@ -50,7 +50,6 @@ from rankzero.tuning.reports.study_run import (
 from rankzero.tuning.session import TARGET, Session
 from rankzero.tuning.space import BATCH, Space
 from rankzero.tuning.study import OWNER, Study, decided_studies, find_study, open_study
-from rankzero.tuning.trial import Trials
 from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.host import Host
 from rankzero.tuning.trials.launcher import TrainLauncher
@@ -145,7 +144,7 @@ def run(setup: SearchSetup) -> SearchOutcome:
                 "trials side by side give that command --parallel, to share a study between "
                 "machines --storage URL"
             )
-        return _lead(setup, study, _like(setup, study)) if leads else _help(setup, study)
+        return _lead(setup, study) if leads else _help(setup, study)
 
 
 def refuse_other_storage(storage: str, folder: RunFolder) -> None:
@@ -166,10 +165,11 @@ def has_changed(study: Study, code: str) -> bool:
     return bool(study.facts[CODE] != code)
 
 
-def _lead(
-    setup: SearchSetup, study: Study, like: tuple[Trials, int | None, int | None] | None
-) -> SearchOutcome:
-    with _open_run(setup, _identity(setup, study)) as run:
+def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
+    like = _like(setup, study)
+    # Whichever machines have led the study, it has one run in MLflow.
+    uuid = _run_in_mlflow(setup, study) or setup.identity.uuid
+    with _open_run(setup, dataclasses.replace(setup.identity, uuid=uuid)) as run:
         try:
             return _decide(setup, study, like, run)
         except members.LostLead:
@@ -180,29 +180,24 @@ def _lead(
             )
             run.finish(text, {})
             is_leaderless = not study.members.has_leader() and members.leader(study) != ""
-            return SearchOutcome(text, run.folder, "", is_leaderless)
+            return SearchOutcome(text, run.folder, is_leaderless=is_leaderless)
 
 
-def _decide(
-    setup: SearchSetup,
-    study: Study,
-    like: tuple[Trials, int | None, int | None] | None,
-    run: StudyRun,
-) -> SearchOutcome:
+def _decide(setup: SearchSetup, study: Study, like: Study | None, run: StudyRun) -> SearchOutcome:
     """Search as the leader. Raises LostLead."""
     began = time.monotonic()
     probe = _probe(setup, study, run) if setup.probes else Probe()
     measured, speed = probe.cells, speed_knobs.decided(probe.effects)
     space = agree_on_space(study, setup.space, measured, setup.options, speed)
+    setup = dataclasses.replace(setup, space=space)
     # The folder may hold an earlier attempt's identity, which stays.
     own = run.folder.identity
-    uri = url_without_secrets(own.tracking_uri)
-    study.note(_PARENT, {"uuid": own.uuid, "tracking_uri": uri})
+    study.note(_PARENT, {"uuid": own.uuid, "tracking_uri": url_without_secrets(own.tracking_uri)})
     if setup.options.price is not None:
         study.note(PRICE, setup.options.price)
     # Stored once: a resumed search must not get other guesses from another probe map.
     if FIRST not in study.facts:
-        _note_earlier(setup, space, study, like)
+        _note_earlier(setup, study, like)
         guesses = probe_map.guesses(space, measured) or next_trial.guesses(space)
         study.note(FIRST, guesses)
     setup.notify(f"space  {space}")
@@ -216,10 +211,10 @@ def _decide(
     spent, launchers = time.monotonic() - began, _launchers(setup, run)
     session = Session(study, space, launchers, setup.options, notify, already_seconds=spent)
     verdict = session.run(*first_guesses(study))
-    setup = dataclasses.replace(setup, use=_use(setup, space, verdict))
+    setup = dataclasses.replace(setup, use=_use(setup, verdict))
     confirmed, price = session.sound_confirmations(), study.facts.get(PRICE)
     devices = device_result(study.trials(), space, confirmed, price, verdict.winner.trial, measured)
-    text = _report(setup, space, study, verdict, probe, devices, run)
+    text = _report(setup, study, verdict, probe, devices, run)
     run.finish(
         text,
         {
@@ -234,9 +229,9 @@ def _decide(
     return SearchOutcome(text, run.folder, setup.use)
 
 
-def _use(setup: SearchSetup, space: Space, verdict: Verdict) -> str:
+def _use(setup: SearchSetup, verdict: Verdict) -> str:
     """Return the command that trains with the sweet spot, or nothing without one."""
-    devices = how_many_devices(space, verdict.winner, setup.described.gpus)
+    devices = how_many_devices(setup.space, verdict.winner, setup.described.gpus)
     return f"{setup.use}{devices}" if verdict.has_sweet_spot else ""
 
 
@@ -253,12 +248,10 @@ def how_many_devices(space: Space, winner: Candidate, gpus: int) -> str:
     return f" {options_of([winner.devices], space.machines)}{meeting}"
 
 
-def _identity(setup: SearchSetup, study: Study) -> Identity:
-    """Return the identity of the study's run in MLflow, whichever machines have led the study."""
-    parent = study.facts.get(_PARENT)
-    if parent and parent["tracking_uri"] == url_without_secrets(setup.identity.tracking_uri):
-        return dataclasses.replace(setup.identity, uuid=parent["uuid"])
-    return setup.identity
+def _run_in_mlflow(setup: SearchSetup, study: Study) -> str | None:
+    """Return the id of the study's run, if it is in the MLflow that this process delivers to."""
+    parent, own = study.facts.get(_PARENT), url_without_secrets(setup.identity.tracking_uri)
+    return parent["uuid"] if parent and parent["tracking_uri"] == own else None
 
 
 def _probe(setup: SearchSetup, study: Study, run: StudyRun) -> Probe:
@@ -285,14 +278,11 @@ def _help(setup: SearchSetup, study: Study) -> SearchOutcome:
     if not await_facts(study, (SPACE, FIRST, _PARENT, TARGET)):
         return SearchOutcome(f"Helped with no trial of {study.name}. {gone}", None, "", True)
     space = check_space(study, setup.space, setup.options)
-    # If both deliver to the same MLflow, this process's run is a child of the study's.
-    parent = study.facts[_PARENT]
-    same = parent["tracking_uri"] == url_without_secrets(setup.identity.tracking_uri)
     identity = dataclasses.replace(
         setup.identity,
         name=helper_name(study),
         uuid=secrets.token_hex(16),
-        parent_uuid=parent["uuid"] if same else None,
+        parent_uuid=_run_in_mlflow(setup, study),
     )
     with _open_run(setup, identity) as run:
         session = Session(study, space, _launchers(setup, run), setup.options, setup.notify)
@@ -304,7 +294,7 @@ def _help(setup: SearchSetup, study: Study) -> SearchOutcome:
         end = f"{leader} confirms and decides" if decides else "The study is decided"
         text = f"Helped with {len(own)} trials of {study.name}. {gone if is_leaderless else end}."
         run.finish(text, {})
-    return SearchOutcome(text, run.folder, "", is_leaderless)
+    return SearchOutcome(text, run.folder, is_leaderless=is_leaderless)
 
 
 def helper_name(study: Study) -> str:
@@ -339,29 +329,18 @@ def first_guesses(study: Study) -> tuple[list[dict[str, Any]], list[dict[str, An
     return first, earlier
 
 
-def _like(setup: SearchSetup, study: Study) -> tuple[Trials, int | None, int | None] | None:
-    """Return the trials of the study that --like names, its winner, and its own batch size.
-
-    Raises UserError.
-    """
+def _like(setup: SearchSetup, study: Study) -> Study | None:
+    """Return the study that --like names, or None. Raises UserError."""
     if setup.like is None:
         return None
     if FIRST in study.facts:
         setup.notify("like   this study has begun already, so --like changes nothing")
         return None
     # Now, and not after the probe, which takes minutes: the study may be unknown.
-    earlier = find_study(setup.storage, setup.like)
-    # A study of an older version has no settings.
-    own = earlier.facts.get(SPACE, {}).get("settings", {}).get(BATCH)
-    return earlier.trials(), earlier.facts.get(WINNER), own and int(own)
+    return find_study(setup.storage, setup.like)
 
 
-def _note_earlier(
-    setup: SearchSetup,
-    space: Space,
-    study: Study,
-    like: tuple[Trials, int | None, int | None] | None,
-) -> None:
+def _note_earlier(setup: SearchSetup, study: Study, like: Study | None) -> None:
     """Note the best trials of an earlier study, which come first, or name a study that has some."""
     subject = f"{setup.identity.experiment}: {setup.described.name}"
     study.note(SUBJECT, subject)
@@ -371,7 +350,10 @@ def _note_earlier(
             words = f"--like {shlex.quote(alike[-1])}"
             setup.notify(f"like   {words} would begin with the best trials of that study")
         return
-    found = next_trial.from_earlier(space, *like)
+    space, facts = setup.space, like.facts
+    # A study of an older version has no settings.
+    own = facts.get(SPACE, {}).get("settings", {}).get(BATCH)
+    found = next_trial.from_earlier(space, like.trials(), facts.get(WINNER), own and int(own))
     study.note(EARLIER, found)
     best = "; ".join(next_trial.short_text(space, one) for one in found) or "it has none but yours"
     setup.notify(f"like   {setup.like}: its best trials come first: {best}")
@@ -386,7 +368,6 @@ def _launchers(setup: SearchSetup, run: StudyRun) -> list[TrainLauncher]:
 
 def _report(
     setup: SearchSetup,
-    space: Space,
     study: Study,
     verdict: Verdict,
     probe: Probe,
@@ -395,15 +376,15 @@ def _report(
 ) -> str:
     """Write the verdict and its evidence into the run and the study; return it as sentences."""
     members.require_lead(study)
-    trials, goal = study.trials(), space.reference.goal
+    trials, goal = study.trials(), setup.space.reference.goal
     chosen = trials[verdict.winner.trial].parameters
-    text = " ".join([_sentence(setup, space, study, verdict), *devices.sentences()])
+    text = " ".join([_sentence(setup, study, verdict), *devices.sentences()])
     for name, columns, rows in devices.tables():
         run.write_table(name, columns, rows)
     tables = [texts_markdown(columns, rows) for _, columns, rows in devices.tables()]
     run.log_trials(trials)
     run.write_trials(trials)
-    run.write_sweet_spot(space.experiment(chosen), text, setup.use)
+    run.write_sweet_spot(setup.space.experiment(chosen), text, setup.use)
     # For `rankzero report`, which reads the study alone.
     study.note("objective", verdict.objective)
     study.note("sentence", text)
@@ -433,9 +414,9 @@ def _report(
     return text
 
 
-def _sentence(setup: SearchSetup, space: Space, study: Study, verdict: Verdict) -> str:
+def _sentence(setup: SearchSetup, study: Study, verdict: Verdict) -> str:
     """Say which trial won, by how much, and how far the search came."""
-    trials, facts, goal = study.trials(), study.facts, space.reference.goal
+    trials, facts, goal = study.trials(), study.facts, setup.space.reference.goal
     sign = 1 if goal.mode == "max" else -1
     qualities = [(one.number, float(one.facts["best"])) for one in trials if "best" in one.facts]
     text = sentence(
@@ -444,7 +425,7 @@ def _sentence(setup: SearchSetup, space: Space, study: Study, verdict: Verdict) 
         facts.get(TARGET),
         facts[SECONDS],
         max(qualities, key=lambda pair: sign * pair[1], default=None),
-        edges=space.at_edge(trials[verdict.winner.trial].parameters),
+        edges=setup.space.at_edge(trials[verdict.winner.trial].parameters),
         disturbed=len(facts.get(DISTURBED, ())),
         mixed=facts.get(MIXED, ()),
     )
