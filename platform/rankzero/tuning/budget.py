@@ -10,7 +10,7 @@ from rankzero.tuning.objective import TO_TARGET
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.space import Space
 from rankzero.tuning.study import Study
-from rankzero.tuning.trial import Trial, Trials
+from rankzero.tuning.trial import Trial
 from rankzero.tuning.verdict import confirm
 from rankzero.tuning.verdict.decide import detectable
 
@@ -57,27 +57,22 @@ class Budget:
 
     def keep(self) -> None:
         """Write the spent time into the study, so that a later start continues from it."""
-        self._study.note(SECONDS, self.seconds)
+        # A helper's time is part of the leader's.
+        if not self._follows:
+            self._study.note(SECONDS, self.seconds)
 
     def allows_a_trial(self) -> bool:
         """Return whether another trial may start. Trials of other processes that run count."""
-        trials = self._study.trials()
-        if len(trials.taken) >= self._most_trials:
-            return False
-        return self._leaves_time(trials)
+        return len(self._study.trials().taken) < self._most_trials and self.leaves_time()
 
-    def allows_another_seed(self) -> bool:
-        """Return whether there is time to train a trial on another seed."""
-        return self._leaves_time(self._study.trials())
-
-    def _leaves_time(self, trials: Trials) -> bool:
+    def leaves_time(self) -> bool:
         """Return whether there is more time than the confirmation will take."""
         if self._options.minutes is None:
             return True
-        kept = self._confirmation_seconds(trials)
+        kept = self._confirmation_seconds()
         # If trials missed the quality on some seed, challengers will, too. But trials come first.
-        if next_trial.is_uneven(trials) and self._options.objective in TO_TARGET:
-            most = self._confirmation_seconds(trials, misses=True)
+        if next_trial.is_uneven(self._study.known) and self._options.objective in TO_TARGET:
+            most = self._confirmation_seconds(misses=True)
             kept = max(kept, min(most, self._most_seconds / 2))
         return self._fits(kept)
 
@@ -92,13 +87,13 @@ class Budget:
 
     def allows_runs(self, trials: Sequence[Trial]) -> bool:
         """Return whether there is time to train each of these on a new seed."""
-        return self._fits(self._seconds_of(trials, self._study.trials()))
+        return self._fits(self._seconds_of(trials))
 
     def outlook(self) -> str:
         """Return what is left to do and what it can show, once the reference is trained."""
         options, own = self._options, float(self._study.facts.get(REFERENCE_SECONDS, 0.0))
-        confirmation = self._confirmation_seconds(self._study.trials(), in_full=True)
-        trials = max(0.0, self._most_trials - len(self._study.trials().taken))
+        confirmation = self._confirmation_seconds(in_full=True)
+        trials = max(0.0, self._most_trials - len(self._study.known.taken))
         if own > 0 and math.isfinite(self._most_seconds):
             free = max(0.0, self._most_seconds - self.seconds - confirmation)
             trials = min(trials, self._side_by_side * free / own)
@@ -117,13 +112,12 @@ class Budget:
 
     def too_short(self) -> str | None:
         """Return an error message if the budget did not suffice for a second trial, or None."""
-        trials = self._study.trials()
         # If there is time, nothing is left to try.
         is_over = self._options.minutes is not None and not self.allows_a_trial()
-        if not is_over or len(next_trial.ended(trials)) >= 2:
+        if not is_over or len(next_trial.ended(self._study.known)) >= 2:
             return None
         own = float(self._study.facts.get(REFERENCE_SECONDS, 0.0))
-        confirmation = self._confirmation_seconds(trials)
+        confirmation = self._confirmation_seconds()
         # Rounded up: exactly so many minutes would be too few by a hair.
         least = math.ceil((self.seconds + own + confirmation) / 6 + 1) / 10
         return (
@@ -136,10 +130,9 @@ class Budget:
     def _fits(self, seconds: float) -> bool:
         return self.seconds + seconds < self._most_seconds
 
-    def _confirmation_seconds(
-        self, trials: Trials, *, in_full: bool = False, misses: bool = False
-    ) -> float:
+    def _confirmation_seconds(self, *, in_full: bool = False, misses: bool = False) -> float:
         """Return its estimated seconds. `misses`: challengers miss the quality on every seed."""
+        trials = self._study.known
         reference = next_trial.reference_trial(trials, self._space)
         if reference is None:
             return 0.0
@@ -149,15 +142,16 @@ class Budget:
         # As long as there is none, one will do: a bad guess must not use up the budget.
         missing = 1 + most - len(found) if in_full or len(found) > 1 else min(1, most)
         found += [min(found, key=_train_seconds)] * missing
-        seconds = self._seconds_of(found, trials)
+        seconds = self._seconds_of(found)
         for one in found[1:] if misses else ():
             usual, whole = _train_seconds(one), float(one.facts.get("whole_seconds", math.inf))
             longer = max(0.0, min(confirm.MISSED * usual, whole) - usual)
             seconds += _MARGIN * longer / self._side_by_side
         return self._options.seeds * seconds
 
-    def _seconds_of(self, candidates: Sequence[Trial], trials: Trials) -> float:
+    def _seconds_of(self, candidates: Sequence[Trial]) -> float:
         """Return the estimated seconds to train each of these on a new seed."""
+        trials = self._study.known
         reference = next_trial.reference_trial(trials, self._space)
         own = 0.0 if reference is None else _train_seconds(reference)
         # A run costs more than its steps: starting and evaluating. The reference shows how much.

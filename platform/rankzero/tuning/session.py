@@ -305,7 +305,7 @@ class Session:
             result is None
             or is_over
             or not (objective.is_uncertain(result.curve) and result.leads(best))
-            or not self._budget.allows_another_seed()
+            or not self._budget.leaves_time()
         ):
             self._end(number, experiment, result, len(results))
             return
@@ -357,7 +357,7 @@ class Session:
         if scaled := {key: settings[key] for key in SCALED if key in parameters}:
             facts[TRAINED] = scaled
         self._study.tell(number, result.state, result.value, result.constraints, facts)
-        self._keep_time()
+        self._budget.keep()
         what = f"batch {facts['batch_size']}, {facts['precision']}, lr {facts['lr']:.2g}"
         what = ", ".join(filter(None, (what, settings_text(self._study.known[number].own))))
         what += f", {devices_text(devices)}" if len(self._space.devices) > 1 else ""
@@ -372,11 +372,6 @@ class Session:
         facts = {"run": self._label(number), "reason": reason, **(facts or {})}
         self._study.tell(number, "FAIL", None, {}, facts)
         self._study.abandon(number)
-
-    def _keep_time(self) -> None:
-        # A helper's time is part of the leader's.
-        if not self._helps:
-            self._budget.keep()
 
     def _label(self, number: int) -> str:
         return f"{self._study.name}-t{number:02d}"
@@ -493,7 +488,7 @@ class Session:
             train = self._space.reference.train
             run = confirm.as_run(trial.number, seed, result, objective, train)
             self._study.note(CONFIRMATIONS, [*self._confirmations(), dataclasses.asdict(run)])
-            self._keep_time()
+            self._budget.keep()
             value = "missed the quality" if run.value is None else objective.text(run.value)
             self._notify(f"confirm  trial {trial.number} on seed {seed}: {value}")
 
