@@ -53,7 +53,7 @@ from rankzero.tuning.study import OWNER, Study, decided_studies, find_study, ope
 from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.host import Host
 from rankzero.tuning.trials.launcher import TrainLauncher
-from rankzero.tuning.verdict.confirm import DISTURBED, MIXED
+from rankzero.tuning.verdict.confirm import DISTURBED, MIXED, sound
 from rankzero.tuning.verdict.cost import DeviceResult, device_result
 from rankzero.tuning.verdict.decide import Candidate, Verdict
 from rankzero.tuning.verdict.sentence import sentence
@@ -212,7 +212,7 @@ def _decide(setup: SearchSetup, study: Study, like: Study | None, run: StudyRun)
     session = Session(study, space, launchers, setup.options, notify, already_seconds=spent)
     verdict = session.run(*first_guesses(study))
     setup = dataclasses.replace(setup, use=_use(setup, verdict))
-    confirmed, price = session.sound_confirmations(), study.facts.get(PRICE)
+    confirmed, price = sound(study.facts), study.facts.get(PRICE)
     devices = device_result(study.trials(), space, confirmed, price, verdict.winner.trial, measured)
     text = _report(setup, study, verdict, probe, devices, run)
     run.finish(

@@ -73,7 +73,6 @@ class Session:
         self._repeats, self._losses = 0, Counter[str]()
         self._abandoned = 0
         """How many trials were known to be abandoned at the last look."""
-        self._helps = False
         self._earlier_seeds = {run["seed"] for run in self._confirmations()}
         self._checks = deque[TrialJob]()
         """Trainings on other seeds of trials that would be the best."""
@@ -109,7 +108,8 @@ class Session:
         finally:
             # Also after Ctrl-C: the time that was spent counts when the search resumes.
             self._budget.keep()
-        found = confirm.candidates_of(self._study.trials(), self._space, self.sound_confirmations())
+        confirmed = confirm.sound(self._study.facts)
+        found = confirm.candidates_of(self._study.trials(), self._space, confirmed)
         return decide(self._objective.name, *found, is_own_target=self._is_own_target)
 
     def help(
@@ -119,7 +119,6 @@ class Session:
     ) -> None:
         """Do trials of a study that another process leads and has trained the reference of."""
         self._guesses, self._earlier = guesses, earlier
-        self._helps = True
         self._budget.follow()
         self._recover()
         self._pool.run(self._next_job)
@@ -240,7 +239,7 @@ class Session:
     def _is_too_late(self) -> bool:
         """Return whether this process helps a leader that has ended the trials."""
         # Another leader may continue a study, with more trials.
-        facts = self._study.facts if self._helps else {}
+        facts = {} if self._study.members.leads else self._study.facts
         return bool(facts.get(_TRIALS_ENDED)) and facts[_TRIALS_ENDED] == facts.get(members.LEADER)
 
     def _trial_job(
@@ -327,15 +326,9 @@ class Session:
                 return
             self._train_again_or_end(number, experiment, [*results, more] if more else [])
 
-        job = TrialJob(
-            override(experiment, {"train.seed": seed}),
-            f"{self._label(number)}-seed{seed}",
-            objective,
-            ended,
-            why_prune,
-            devices,
-        )
-        self._checks.append(job)
+        other = override(experiment, {"train.seed": seed})
+        label = f"{self._label(number)}-seed{seed}"
+        self._checks.append(TrialJob(other, label, objective, ended, why_prune, devices))
 
     def _end(
         self, number: int, experiment: Experiment, result: TrialResult | None, seeds: int = 1
@@ -412,7 +405,7 @@ class Session:
         later = range(seeds, LOOKS * seeds)
         stored = [
             run
-            for run in self.sound_confirmations()
+            for run in confirm.sound(self._study.facts)
             if run["seed"] - first_seed - confirm.NEW_SEED not in later
         ]
         trials = self._study.trials()
@@ -446,9 +439,10 @@ class Session:
 
     def _repeat_disturbed(self, candidates: Sequence[Trial]) -> None:
         """Train another round for each in which the machine's speed changed, if there is time."""
-        known = list(self._study.facts.get(DISTURBED, []))
+        facts = self._study.facts
+        known = list(facts.get(DISTURBED, []))
         # A round that was interrupted shows nothing. It gets its other runs if it is needed.
-        whole = confirm.whole_rounds([one.number for one in candidates], self.sound_confirmations())
+        whole = confirm.whole_rounds([one.number for one in candidates], confirm.sound(facts))
         seeds = [seed for seed in confirm.disturbed(whole) if seed not in known]
         for seed in seeds[: max(0, self._options.seeds - len(known))]:
             if not self._budget.allows_runs(candidates):
@@ -462,10 +456,6 @@ class Session:
                 self._study.note(confirm.REPLACEMENTS, [*replacements, number])
             # Only now: a search that is killed in between keeps the old round until it has this.
             self._study.note(DISTURBED, known)
-
-    def sound_confirmations(self) -> list[dict[str, Any]]:
-        """Return the confirmations without the rounds that were trained again."""
-        return confirm.sound(self._study.facts)
 
     def _confirmation_job(self, trial: Trial, seed: int) -> TrialJob:
         objective = self._objective
