@@ -42,7 +42,7 @@ from rankzero.tuning.options import Pruner, Sampler, SearchOptions
 from rankzero.tuning.probe import grid as ladder
 from rankzero.tuning.probe import probe_map as probe
 from rankzero.tuning.probe.grid import ProbeResult
-from rankzero.tuning.session import Session
+from rankzero.tuning.session import FIRST, Session
 from rankzero.tuning.space import PRECISION, Space, narrowed
 from rankzero.tuning.study import open_study
 from rankzero.tuning.verdict.confirm import NEW_SEED
@@ -174,6 +174,7 @@ def searched(
             f"journal:///{folder}/s.log", "s", sampler=sampler, pruner=pruner, seed=1000 * number
         )
         study.draw_from(space.parameters())
+        study.note(FIRST, probe.guesses(space, measured) if guesses else [])
 
         def said(_text: str) -> None:
             known = [
@@ -191,7 +192,7 @@ def searched(
         session = Session(
             study, space, launchers, options, said, lambda: launcher.seconds, already_seconds=spent
         )
-        found = session.run(probe.guesses(space, measured) if guesses else [])
+        found = session.run()
         chosen = next(trial for trial in study.trials() if trial.number == found.winner.trial)
         key = key_of(table, space, space.experiment(chosen.parameters))
         if confirm:

@@ -31,7 +31,7 @@ from harness import HERE, save
 from rankzero.experiment import Experiment, Goal, Train
 from rankzero.tuning import next_trial
 from rankzero.tuning.options import Pruner, Sampler, SearchOptions
-from rankzero.tuning.session import Session
+from rankzero.tuning.session import FIRST, Session
 from rankzero.tuning.space import make_space
 from rankzero.tuning.study import Study, open_study
 
@@ -63,6 +63,7 @@ def search(study: Study, trials: int, ended: Ended) -> None:
     """Search on a launcher that trains nothing."""
     space = make_space(Mine(), 1, 0.5, samples=1000)
     study.draw_from(space.parameters())
+    study.note(FIRST, next_trial.guesses(space))
 
     def notify(text: str) -> None:
         if text.startswith("trial"):
@@ -70,7 +71,7 @@ def search(study: Study, trials: int, ended: Ended) -> None:
 
     launchers: list[Any] = [FakeLauncher()] * PARALLEL
     options = SearchOptions(trials=trials)
-    Session(study, space, launchers, options, notify).run(next_trial.guesses(space))
+    Session(study, space, launchers, options, notify).run()
 
 
 def in_memory(trials: int, ended: Ended) -> None:

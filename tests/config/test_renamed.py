@@ -18,7 +18,7 @@ from rankzero.reporting import run_facts
 from rankzero.search_ranges import Range
 from rankzero.training.checkpoints.best_model import experiment_of
 from rankzero.tuning.options import default_storage
-from rankzero.tuning.search import EARLIER, FIRST, first_guesses
+from rankzero.tuning.session import EARLIER, FIRST, first_guesses
 from rankzero.tuning.space import make_space
 from rankzero.tuning.study import open_study
 from support.paths import FIXTURES

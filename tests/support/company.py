@@ -11,9 +11,9 @@ from pathlib import Path
 
 from rankzero import Experiment, Goal, Train
 from rankzero.tuning import next_trial
-from rankzero.tuning.options import SearchOptions
-from rankzero.tuning.session import Session
-from rankzero.tuning.space import make_space
+from rankzero.tuning.options import Pruner, Sampler, SearchOptions
+from rankzero.tuning.session import FIRST, Session
+from rankzero.tuning.space import Space, make_space
 from rankzero.tuning.study import Study, open_study
 from support.fake_launcher import FakeLauncher, FakeRunning
 
@@ -22,6 +22,8 @@ TRIAL_SECONDS = 0.3
 
 
 class Mine(Experiment):
+    """A user's configuration that is slow: small batches, a learning rate a third of the best."""
+
     train: Train = Train(batch_size=32, epochs=20)
     goal: Goal = Goal("val/accuracy", "max", target=0.9)
     lr: float = 0.03
@@ -30,11 +32,20 @@ class Mine(Experiment):
 SPACE = make_space(Mine(), 1, 0.5, samples=1000)
 
 
-def opened(folder: Path) -> Study:
-    study = open_study(
-        f"sqlite:///{folder / 'studies.db'}", "s", sampler="tpe", pruner="none", seed=0
-    )
-    study.draw_from(SPACE.parameters())
+def opened(
+    folder: Path,
+    space: Space = SPACE,
+    store: str = "sqlite",
+    *,
+    name: str = "s",
+    sampler: Sampler = "tpe",
+    pruner: Pruner = "none",
+) -> Study:
+    """Open a study that draws from the space, and tries its guesses first."""
+    storage = f"{store}:///{folder / 'studies'}"
+    study = open_study(storage, name, sampler=sampler, pruner=pruner, seed=0)
+    study.draw_from(space.parameters())
+    study.note(FIRST, next_trial.guesses(space))
     return study
 
 
@@ -90,4 +101,4 @@ def take_part(folder: Path, trials: int, begin: Barrier, leads: bool, dies_at: i
     """Do what a process does that leads a study, or helps with it."""
     mine = session(folder, trials, dies_at)
     begin.wait(60)
-    (mine.run if leads else mine.help)(next_trial.guesses(SPACE))
+    (mine.run if leads else mine.help)()

@@ -14,16 +14,15 @@ import pytest
 from rankzero import Choice, Experiment, Goal, Integer, Train, config
 from rankzero.errors import RunFailed, UserError
 from rankzero.tuning import members, next_trial
-from rankzero.tuning.next_trial import ended, guesses, upcoming
-from rankzero.tuning.options import PRUNERS, SAMPLERS, Sampler, SearchOptions
+from rankzero.tuning.next_trial import ended, upcoming
+from rankzero.tuning.options import PRUNERS, SAMPLERS, Pruner, Sampler, SearchOptions
 from rankzero.tuning.reports.study_run import texts_of
-from rankzero.tuning.session import Session
+from rankzero.tuning.session import EARLIER, FIRST, Session
 from rankzero.tuning.space import (
     BATCH_INDEX,
     DEVICES,
     FACTOR,
     SPEED,
-    Space,
     asked_for,
     make_space,
     settings_text,
@@ -31,16 +30,8 @@ from rankzero.tuning.space import (
 from rankzero.tuning.study import Study, find_study, open_study
 from rankzero.tuning.trial import State, Trial, Trials
 from rankzero.tuning.verdict.decide import Verdict
+from support.company import SPACE, Mine, opened
 from support.fake_launcher import FakeLauncher, FakeRunning, Fate
-
-
-class Mine(Experiment):
-    """A user's configuration that is slow: small batches, a learning rate a third of the best."""
-
-    train: Train = Train(batch_size=32, epochs=20)
-    goal: Goal = Goal("val/accuracy", "max", target=0.9)
-    lr: float = 0.03
-
 
 Searcher = Callable[..., tuple[Verdict, Study, FakeLauncher, list[str]]]
 
@@ -50,8 +41,8 @@ def search(tmp_path: Path) -> Searcher:
     def run(
         launcher: FakeLauncher | None = None,
         experiment: Experiment | None = None,
-        sampler: str = "tpe",
-        pruner: str = "asha",
+        sampler: Sampler = "tpe",
+        pruner: Pruner = "asha",
         parallel: int = 1,
         speed: Mapping[str, Any] | None = None,
         devices: tuple[int, ...] = (1,),
@@ -64,21 +55,16 @@ def search(tmp_path: Path) -> Searcher:
         own, *more = devices
         space = make_space(experiment or Mine(), own, 0.5, samples=1000, more=more)
         space = dataclasses.replace(space, speed=speed or {}, micro_batches=micro_batches or {})
-        study = open_study(
-            f"journal:///{tmp_path / 'studies.log'}", name, sampler=sampler, pruner=pruner, seed=0
-        )
-        study.draw_from(space.parameters())
+        study = opened(tmp_path, space, "journal", name=name, sampler=sampler, pruner=pruner)
+        if speed:
+            fast = space.sped_up(space.reference_parameters())
+            study.note(FIRST, [fast, *study.facts[FIRST]])
+        if like:
+            study.note(EARLIER, next_trial.from_earlier(space, like.trials()))
         lines: list[str] = []
-        session = Session(
-            study,
-            space,
-            [launcher] * parallel,
-            SearchOptions(**{"trials": 12, **options}),
-            lines.append,
-        )
-        first = [space.sped_up(space.reference_parameters()), *guesses(space)]
-        earlier = next_trial.from_earlier(space, like.trials()) if like else []
-        return session.run(first if speed else first[1:], earlier), study, launcher, lines
+        chosen = SearchOptions(**{"trials": 12, **options})
+        session = Session(study, space, [launcher] * parallel, chosen, lines.append)
+        return session.run(), study, launcher, lines
 
     run.folder = tmp_path  # type: ignore[attr-defined]
     return run
@@ -86,7 +72,7 @@ def search(tmp_path: Path) -> Searcher:
 
 def find(search: Searcher) -> Study:
     """Return the study that an interrupted search left."""
-    return find_study(f"journal:///{search.folder / 'studies.log'}", "s")  # type: ignore[attr-defined]
+    return find_study(f"journal:///{search.folder / 'studies'}", "s")  # type: ignore[attr-defined]
 
 
 def drawn(study: Study) -> list[tuple[Any, ...]]:
@@ -145,10 +131,7 @@ def test_a_choice_among_tuples_continues(tmp_path: Path, storage: str, sampler: 
     # A leader, a helper and a later start: each has a connection of its own.
     trained = set[Any]()
     for trials in (3, 9, 11):
-        study = open_study(
-            f"{storage}:///{tmp_path / 'studies'}", "s", sampler=sampler, pruner="none", seed=0
-        )
-        study.draw_from(space.parameters())
+        study = opened(tmp_path, space, storage, sampler=sampler)
         launcher, options = FakeLauncher(), SearchOptions(trials=trials, sampler=sampler)
         Session(study, space, [launcher], options, lambda _: None).run()
         assert next_trial.reference_trial(study.trials(), space) == study.trials()[0]
@@ -412,7 +395,7 @@ def test_a_trial_that_is_interrupted_on_another_seed_is_tried_again(
     whole, study, _, _ = search(trials=7)
     expected = drawn(study)
     leads = next(one.number for one in study.trials() if "values" in one.facts)
-    (tmp_path / "studies.log").unlink()
+    (tmp_path / "studies").unlink()
     with pytest.raises(KeyboardInterrupt):
         search(FakeLauncher(by_trial({leads: "ctrl-c"}, seed=1)), trials=7)
     again, study, _, _ = search(trials=7)
@@ -443,7 +426,7 @@ def test_an_interrupted_study_has_the_same_trials_as_one_that_was_not(
 ) -> None:
     whole, study, _, _ = search(trials=9)
     expected, confirmed = drawn(study), whole.winner.trial
-    (tmp_path / "studies.log").unlink()
+    (tmp_path / "studies").unlink()
     launcher = FakeLauncher(by_trial({5: "ctrl-c"}))
     with pytest.raises(KeyboardInterrupt):
         search(launcher, trials=9)
@@ -492,13 +475,10 @@ def test_without_a_second_configuration_the_minutes_are_not_too_short(search: Se
 
 def test_the_least_minutes_that_the_error_names_are_enough(tmp_path: Path) -> None:
     def searched(minutes: float) -> Study:
-        launcher, space = FakeLauncher(), make_space(Mine(), 1, 0.5, samples=1000)
-        storage = f"journal:///{tmp_path / f'{minutes}.log'}"
-        study = open_study(storage, "s", sampler="tpe", pruner="asha", seed=0)
-        study.draw_from(space.parameters())
-        options = SearchOptions(trials=None, minutes=minutes)
+        launcher, options = FakeLauncher(), SearchOptions(trials=None, minutes=minutes)
+        study = opened(tmp_path, SPACE, "journal", name=f"{minutes}", pruner="asha")
         clock = lambda: launcher.seconds  # noqa: E731
-        Session(study, space, [launcher], options, lambda _: None, clock).run()
+        Session(study, SPACE, [launcher], options, lambda _: None, clock).run()
         return study
 
     with pytest.raises(RunFailed) as raised:
@@ -512,13 +492,11 @@ def test_a_learning_rate_that_is_wrong_by_30_leads_to_the_same_sweet_spot(
 ) -> None:
     def searched(lr: float) -> tuple[Verdict, float]:
         launcher, space = FakeLauncher(), make_space(Mine(lr=lr), 1, 0.5, samples=1000)
-        storage = f"journal:///{tmp_path / f'{lr}.log'}"
-        study = open_study(storage, "s", sampler="tpe", pruner="asha", seed=0)
-        study.draw_from(space.parameters())
+        study = opened(tmp_path, space, "journal", name=f"{lr}", pruner="asha")
         # Starting a run takes half a second.
         clock = lambda: launcher.seconds + 0.5 * len(launcher.started)  # noqa: E731
         session = Session(study, space, [launcher], SearchOptions(), lambda _: None, clock)
-        return session.run(guesses(space)), clock()
+        return session.run(), clock()
 
     (right, cost), (found, more) = searched(0.07), searched(0.07 * times)
     assert found.beaten and found.winner.batch_size == right.winner.batch_size
@@ -579,27 +557,24 @@ def test_a_reference_that_crashes_is_not_said_to_need_a_target(search: Searcher)
     assert "goal.target" not in str(raised.value)
 
 
-def of_reference(space: Space, state: State, quality: float, memory: float = 0.0) -> Trial:
+def of_reference(state: State, quality: float, memory: float = 0.0) -> Trial:
     violations = {"quality": quality, "memory": memory}
-    facts = {"batch_size": 32}
-    parameters = space.reference_parameters()
+    facts, parameters = {"batch_size": 32}, SPACE.reference_parameters()
     return Trial(0, state, parameters, -1.0 if state == "COMPLETE" else None, violations, facts)
 
 
 def test_no_learning_rate_is_tried_where_it_cannot_help() -> None:
-    space = make_space(Mine(), 1, 0.5, samples=1000)
-    reached = [of_reference(space, "COMPLETE", 0.0)]
-    planned = [upcoming(Trials(reached), [], space, is_speed=one) or {} for one in (False, True)]
+    reached = [of_reference("COMPLETE", 0.0)]
+    planned = [upcoming(Trials(reached), [], SPACE, is_speed=one) or {} for one in (False, True)]
     assert [one[FACTOR] for one in planned] == [4.0, 1.0]
-    full = of_reference(space, "PRUNED", 1.0, memory=1.0)
-    assert upcoming(Trials([full]), [], space) is None
+    full = of_reference("PRUNED", 1.0, memory=1.0)
+    assert upcoming(Trials([full]), [], SPACE) is None
 
 
 def test_a_range_that_the_user_removed_holds_up_no_search() -> None:
-    space = make_space(Mine(), 1, 0.5, samples=1000)
-    before = of_reference(space, "COMPLETE", 0.0)
+    before = of_reference("COMPLETE", 0.0)
     old = dataclasses.replace(before, parameters={**before.parameters, "width": 16})
-    assert upcoming(Trials([old]), [], space) is None
+    assert upcoming(Trials([old]), [], SPACE) is None
 
 
 def test_the_best_of_an_earlier_study_come_right_after_the_reference(search: Searcher) -> None:
@@ -711,11 +686,9 @@ class Asked(Mine):
 
 def search_a_grid(folder: Path, launcher: FakeLauncher, trials: int, parallel: int = 1) -> Study:
     space = asked_for(make_space(Asked(), 1, 0.5, ("fp32", "bf16"), samples=1000))
-    storage = f"sqlite:///{folder / 's.db'}"
-    study = open_study(storage, "s", sampler="grid", pruner="none", seed=0)
-    study.draw_from(space.parameters())
+    study = opened(folder, space, sampler="grid")
     options = SearchOptions(trials=trials, sampler="grid")
-    Session(study, space, [launcher] * parallel, options, lambda _: None).run(guesses(space))
+    Session(study, space, [launcher] * parallel, options, lambda _: None).run()
     study.members.close()
     return study
 
@@ -841,22 +814,11 @@ def test_ctrl_c_stops_all_running_trials_and_a_resume_repeats_them(search: Searc
 
 
 def test_a_helper_does_trials_and_leaves_the_rest_to_the_leader(tmp_path: Path) -> None:
-    space = make_space(Mine(), 1, 0.5, samples=1000)
-    storage, launcher = f"sqlite:///{tmp_path / 'studies.db'}", FakeLauncher()
-    leads, helps = (
-        open_study(storage, "s", sampler="tpe", pruner="none", seed=0) for _ in range(2)
-    )
-    for study in (leads, helps):
-        study.draw_from(space.parameters())
-    first = Session(leads, space, [launcher], SearchOptions(trials=1), lambda text: None)
-    first.run()
-    Session(helps, space, [launcher], SearchOptions(trials=6), lambda text: None).help(
-        guesses(space)
-    )
+    leads, helps, launcher = opened(tmp_path), opened(tmp_path), FakeLauncher()
+    Session(leads, SPACE, [launcher], SearchOptions(trials=1), lambda text: None).run()
+    Session(helps, SPACE, [launcher], SearchOptions(trials=6), lambda text: None).help()
     assert len(helps.trials()) == 6 and "confirmations" not in helps.facts
-    found = Session(leads, space, [launcher], SearchOptions(trials=6), lambda text: None).run(
-        guesses(space)
-    )
+    found = Session(leads, SPACE, [launcher], SearchOptions(trials=6), lambda text: None).run()
     assert len(leads.trials()) == 6 and found.beaten and leads.facts["confirmations"]
 
 
@@ -876,26 +838,16 @@ def test_a_close_confirmation_trains_on_twice_as_many_seeds(search: Searcher) ->
 
 def test_the_minutes_include_the_confirmation(tmp_path: Path) -> None:
     """By a clock that each trial moves on: the launcher's."""
-    space, launcher = make_space(Mine(), 1, 0.5, samples=1000), FakeLauncher()
-    study = open_study(
-        f"journal:///{tmp_path / 's.log'}", "s", sampler="tpe", pruner="none", seed=0
-    )
-    study.draw_from(space.parameters())
+    study, launcher = opened(tmp_path, SPACE, "journal"), FakeLauncher()
     options = SearchOptions(trials=None, minutes=1.5)
-    Session(study, space, [launcher], options, lambda text: None, lambda: launcher.seconds).run(
-        guesses(space)
-    )
+    Session(study, SPACE, [launcher], options, lambda text: None, lambda: launcher.seconds).run()
     assert len(study.trials()) > 5 and study.facts["confirmations"]
     assert 30 < study.facts["seconds"] <= 92
 
 
 def test_a_killed_search_has_kept_its_time(tmp_path: Path) -> None:
     """SIGKILL leaves no moment to store anything. The facts are read in the middle of trainings."""
-    space, kept = make_space(Mine(), 1, 0.5, samples=1000), list[float]()
-    study = open_study(
-        f"journal:///{tmp_path / 's.log'}", "s", sampler="tpe", pruner="none", seed=0
-    )
-    study.draw_from(space.parameters())
+    study, kept = opened(tmp_path, SPACE, "journal"), list[float]()
 
     def fate(_number: int, _experiment: Experiment) -> str:
         kept.append(study.facts["seconds"] - launcher.seconds)
@@ -903,60 +855,46 @@ def test_a_killed_search_has_kept_its_time(tmp_path: Path) -> None:
 
     launcher, options = FakeLauncher(fate), SearchOptions(trials=5)
     clock = lambda: launcher.seconds  # noqa: E731
-    Session(study, space, [launcher], options, lambda text: None, clock, 7.0).run(guesses(space))
+    Session(study, SPACE, [launcher], options, lambda text: None, clock, 7.0).run()
     own = study.trials()[0].facts["train_seconds"]
     # Between two trainings the clock stands still. A trial's further seeds are part of it.
     assert kept[0] == 7.0 and kept.count(7.0) > 10 and min(kept) > 7.0 - 3 * own
     # A later start counts it, too.
     later = SearchOptions(trials=None, minutes=study.facts["seconds"] / 60)
-    session = Session(study, space, [launcher], later, lambda text: None, clock)
+    session = Session(study, SPACE, [launcher], later, lambda text: None, clock)
     assert not session._budget.allows_a_trial()
 
 
 def test_a_late_helper_counts_the_time_of_its_leader(tmp_path: Path) -> None:
-    space, launcher = make_space(Mine(), 1, 0.5, samples=1000), FakeLauncher()
-    storage, options = f"sqlite:///{tmp_path / 's.db'}", SearchOptions(trials=None, minutes=10.0)
-    leads, helps = (
-        open_study(storage, "s", sampler="tpe", pruner="none", seed=0) for _ in range(2)
-    )
-    for study in (leads, helps):
-        study.draw_from(space.parameters())
-    Session(leads, space, [launcher], SearchOptions(trials=1), lambda text: None).run()
+    leads, helps, launcher = opened(tmp_path), opened(tmp_path), FakeLauncher()
+    options = SearchOptions(trials=None, minutes=10.0)
+    Session(leads, SPACE, [launcher], SearchOptions(trials=1), lambda text: None).run()
     # It joined early, and the leader kept its time since.
-    helper = Session(helps, space, [launcher], options, lambda text: None)
+    helper = Session(helps, SPACE, [launcher], options, lambda text: None)
     leads.note("seconds", 601.0)
-    helper.help(guesses(space))
+    helper.help()
     assert len(helps.trials()) == 1
     leads.note("seconds", 300.0)
     assert helper._budget.allows_a_trial()
 
 
 def test_a_helper_starts_no_trial_while_its_leader_confirms(tmp_path: Path) -> None:
-    space, counts = make_space(Mine(), 1, 0.5, samples=1000), list[int]()
-    leads, helps, other = (
-        open_study(f"sqlite:///{tmp_path / 's.db'}", "s", sampler="tpe", pruner="none", seed=0)
-        for _ in range(3)
-    )
-    for study in (leads, helps):
-        study.draw_from(space.parameters())
-    options = SearchOptions(trials=30)
+    leads, helps, other = (opened(tmp_path) for _ in range(3))
+    counts, options = list[int](), SearchOptions(trials=30)
 
     def fate(_number: int, experiment: Experiment) -> str:
         if experiment.train.seed == 1000:
-            helper = Session(helps, space, [FakeLauncher()], options, lambda text: None)
-            helper.help(guesses(space))
+            Session(helps, SPACE, [FakeLauncher()], options, lambda text: None).help()
             counts.append(len(helps.trials()))
         return ""
 
     assert members.lead(leads)
-    Session(leads, space, [FakeLauncher(fate)], SearchOptions(trials=4), lambda text: None).run(
-        guesses(space)
-    )
+    Session(leads, SPACE, [FakeLauncher(fate)], SearchOptions(trials=4), lambda text: None).run()
     assert counts and set(counts) == {4}
     # Another leader may want more trials.
     leads.members.close()
     assert members.lead(other)
-    Session(helps, space, [FakeLauncher()], options, lambda text: None).help(guesses(space))
+    Session(helps, SPACE, [FakeLauncher()], options, lambda text: None).help()
     assert len(ended(helps.trials())) == 30
 
 
@@ -1005,19 +943,10 @@ class BadLuckTwice(BadLuck):
 def test_a_challenger_with_bad_luck_gets_a_second_look(
     kind: type[BadLuck], minutes: float, tmp_path: Path
 ) -> None:
-    space, launcher = make_space(Mine(), 1, 0.5, samples=1000), kind()
-    study = open_study(
-        f"journal:///{tmp_path / 's.log'}", "s", sampler="tpe", pruner="none", seed=0
-    )
-    study.draw_from(space.parameters())
-    found = Session(
-        study,
-        space,
-        [launcher],
-        SearchOptions(trials=12, minutes=minutes, challengers=1),
-        lambda text: None,
-        lambda: launcher.seconds,
-    ).run(guesses(space))
+    study, launcher = opened(tmp_path, SPACE, "journal"), kind()
+    options = SearchOptions(trials=12, minutes=minutes, challengers=1)
+    clock = lambda: launcher.seconds  # noqa: E731
+    found = Session(study, SPACE, [launcher], options, lambda text: None, clock).run()
     assert found.beaten and len(found.winner.runs) == 6
     # Only if there is time for its slow runs.
     assert len(found.reference.runs) == (3 if minutes < 2 else 6)
@@ -1066,18 +995,10 @@ def test_minutes_are_kept_for_misses_once_a_trial_missed_the_target_on_a_seed(
             return super().quality(experiment, samples)
 
     def searched(kind: type[BadLuck]) -> tuple[int, float]:
-        space, launcher = make_space(Mine(), 1, 0.5, samples=1000), kind()
-        storage = f"journal:///{tmp_path / kind.__name__}.log"
-        study = open_study(storage, "s", sampler="tpe", pruner="none", seed=0)
-        study.draw_from(space.parameters())
-        Session(
-            study,
-            space,
-            [launcher],
-            SearchOptions(trials=None, minutes=3.0),
-            lambda text: None,
-            lambda: launcher.seconds,
-        ).run(guesses(space))
+        study, launcher = opened(tmp_path, SPACE, "journal", name=kind.__name__), kind()
+        options = SearchOptions(trials=None, minutes=3.0)
+        clock = lambda: launcher.seconds  # noqa: E731
+        Session(study, SPACE, [launcher], options, lambda text: None, clock).run()
         trials = study.trials()
         assert next_trial.is_uneven(trials) == (kind is Uneven)
         return len(trials), launcher.seconds
@@ -1113,7 +1034,7 @@ def test_an_interrupted_search_of_devices_goes_on_to_the_same_verdict(
     two: dict[str, Any] = {"devices": (1, 2), "trials": 8}
     whole, study, _, _ = search(**two)
     expected = drawn(study)
-    (tmp_path / "studies.log").unlink()
+    (tmp_path / "studies").unlink()
     with pytest.raises(KeyboardInterrupt):
         search(FakeLauncher(by_trial({4: "ctrl-c"})), **two)
     again, study, _, _ = search(**two)

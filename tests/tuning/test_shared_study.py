@@ -72,7 +72,7 @@ def test_a_half_drawn_trial_of_a_killed_process_is_not_repeated(tmp_path: Path) 
     session(study, 1).run()
     half = study._study.ask({BATCH_INDEX: study._distributions[BATCH_INDEX]})
     half.set_user_attr(OWNER, DEAD)
-    session(study, 6).run(next_trial.guesses(SPACE))
+    session(study, 6).run()
     tried = [trial.parameters for trial in study.trials()]
     assert study.abandoned == [1] and len(counted(study)) == 6
     assert all(guess in tried for guess in next_trial.guesses(SPACE))
@@ -81,7 +81,7 @@ def test_a_half_drawn_trial_of_a_killed_process_is_not_repeated(tmp_path: Path) 
 def test_the_leader_repeats_a_trial_that_a_dead_helper_left_at_the_end(tmp_path: Path) -> None:
     study, helper = opened(tmp_path), opened(tmp_path)
     launcher = FakeLauncher(lambda number, _: "" if number != 4 else leave_a_trial(helper) or "")
-    session(study, 6, launcher).run(next_trial.guesses(SPACE))
+    session(study, 6, launcher).run()
     assert len(study.abandoned) == 1 and len(counted(study)) == 6
 
 
@@ -96,10 +96,8 @@ def test_two_processes_recover_the_same_dead_trials_at_once(tmp_path: Path) -> N
 def test_several_processes_do_not_exceed_the_number_of_trials(tmp_path: Path) -> None:
     study = opened(tmp_path)
     session(study, 1).run()
-    at_once(
-        *(lambda: session(opened(tmp_path), 7).help(next_trial.guesses(SPACE)) for _ in range(4))
-    )
-    session(study, 7).run(next_trial.guesses(SPACE))
+    at_once(*(lambda: session(opened(tmp_path), 7).help() for _ in range(4)))
+    session(study, 7).run()
     assert len(counted(study)) == 7 and not next_trial.running(study.trials())
 
 
@@ -159,9 +157,7 @@ def test_eight_processes_finish_a_study_although_one_is_killed(tmp_path: Path, v
     killed = _work_together(tmp_path, victim)
     ledger = Ledger(tmp_path / "ledger.txt")
     assert victim == 0 or any("confirm" in name for _, name in ledger.starts())
-    found = company.session(tmp_path, TRIALS).run(
-        next_trial.guesses(SPACE)
-    )  # the same command, given again
+    found = company.session(tmp_path, TRIALS).run()  # the same command, given again
     study = opened(tmp_path)
     assert found.winner is not None and not next_trial.running(study.trials())
     assert len(counted(study)) == TRIALS

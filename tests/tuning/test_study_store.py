@@ -18,10 +18,9 @@ from rankzero.errors import UserError
 from rankzero.search_ranges import LogUniform
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.session import Session
-from rankzero.tuning.space import make_space
 from rankzero.tuning.study import Study, find_study, open_study
 from rankzero.tuning.study_store import connect_again
-from support.company import Mine
+from support.company import SPACE
 from support.fake_launcher import FakeLauncher
 
 # Holds the lock of a journal until it is killed.
@@ -39,12 +38,12 @@ def opened(path: Path) -> Study:
 
 
 def test_search_in_a_journal_is_the_one_in_a_database(tmp_path: Path) -> None:
-    space, told = make_space(Mine(), 1, 0.5, samples=1000), []
+    told = []
     for url in (f"journal:///{tmp_path / 'studies.log'}", f"sqlite:///{tmp_path / 'studies.db'}"):
         study = open_study(url, "s", sampler="tpe", pruner="asha", seed=0)
-        study.draw_from(space.parameters())
+        study.draw_from(SPACE.parameters())
         options = SearchOptions(trials=8)
-        Session(study, space, [FakeLauncher()], options, lambda text: None).run()
+        Session(study, SPACE, [FakeLauncher()], options, lambda text: None).run()
         study.members.close()
         trials = find_study(url, "s").trials()
         told.append([(one.number, one.state, one.parameters, one.value) for one in trials])

@@ -15,24 +15,16 @@ from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
 import rankzero
-from rankzero import Experiment, Goal, Train
 from rankzero.tuning import next_trial
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.session import Session
 from rankzero.tuning.space import BATCH_INDEX, DEVICES, FACTOR, make_space
-from rankzero.tuning.study import open_study
 from rankzero.tuning.trial import REPEAT, Trial, Trials
+from support import company
+from support.company import Mine, opened
 from support.fake_launcher import FakeLauncher
 
 OWN_FILES = str(Path(rankzero.__file__).parent)
-
-
-class Mine(Experiment):
-    train: Train = Train(batch_size=32, epochs=20)
-    goal: Goal = Goal("val/accuracy", "max", target=0.9)
-    lr: float = 0.03
-
-
 SPACE = make_space(Mine(), 1, 0.5, samples=1000, more=(2, 4))
 
 
@@ -127,10 +119,7 @@ def test_an_answer_about_ten_times_as_many_trials_takes_no_more_calls() -> None:
 
 
 def test_a_search_does_no_more_for_a_late_trial_than_for_an_early_one(tmp_path: Path) -> None:
-    space = make_space(Mine(), 1, 0.5, samples=1000)
-    storage, marks = f"sqlite:///{tmp_path / 's.db'}", list[Counter[str]]()
-    study = open_study(storage, "s", sampler="random", pruner="none", seed=0)
-    study.draw_from(space.parameters())
+    study, marks = opened(tmp_path, sampler="random"), list[Counter[str]]()
 
     def notify(text: str) -> None:
         if text.startswith("trial"):
@@ -139,7 +128,8 @@ def test_a_search_does_no_more_for_a_late_trial_than_for_an_early_one(tmp_path: 
     launchers = [FakeLauncher(), FakeLauncher()]
     # Optuna's samplers and pruners compare all trials: these two do not.
     with counting() as found:
-        Session(study, space, launchers, SearchOptions(trials=31, minutes=600), notify).run()
+        options = SearchOptions(trials=31, minutes=600)
+        Session(study, company.SPACE, launchers, options, notify).run()
     for what in ("calls", "statements"):
         early, late = (marks[end][what] - marks[end - 10][what] for end in (15, 30))
         assert 0 < late <= 1.1 * early, (what, early, late)

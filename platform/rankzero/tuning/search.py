@@ -20,7 +20,6 @@ from typing import Any
 from rankzero import ranks
 from rankzero.catalog import dead_runs
 from rankzero.config import values
-from rankzero.config.renamed import with_new_names
 from rankzero.errors import UserError
 from rankzero.launch.agent import Topology
 from rankzero.redaction.text import url_without_secrets
@@ -47,7 +46,7 @@ from rankzero.tuning.reports.study_run import (
     texts_markdown,
     trials_markdown,
 )
-from rankzero.tuning.session import TARGET, Session
+from rankzero.tuning.session import EARLIER, FIRST, TARGET, Session
 from rankzero.tuning.space import BATCH, Space
 from rankzero.tuning.study import OWNER, Study, decided_studies, find_study, open_study
 from rankzero.tuning.trials.describe import ExperimentDescription
@@ -58,9 +57,8 @@ from rankzero.tuning.verdict.cost import DeviceResult, device_result
 from rankzero.tuning.verdict.decide import Candidate, Verdict
 from rankzero.tuning.verdict.sentence import sentence
 
-FIRST, EARLIER, _PARENT, PRICE = "first", "earlier", "parent", "price"
-"""Facts of a study: the first guesses, the best of an earlier study, its run in MLflow, and the
-price of a device for an hour."""
+_PARENT, PRICE = "parent", "price"
+"""Facts of a study: its run in MLflow, and the price of a device for an hour."""
 SUBJECT, WINNER, CODE = "subject", "winner", "code"
 """Facts of a study: its experiment in MLflow and the class, the number of the winning trial, and a
 digest of the code that it began with."""
@@ -210,7 +208,7 @@ def _decide(setup: SearchSetup, study: Study, like: Study | None, run: StudyRun)
 
     spent, launchers = time.monotonic() - began, _launchers(setup, run)
     session = Session(study, space, launchers, setup.options, notify, already_seconds=spent)
-    verdict = session.run(*first_guesses(study))
+    verdict = session.run()
     setup = dataclasses.replace(setup, use=_use(setup, verdict))
     confirmed, price = sound(study.facts), study.facts.get(PRICE)
     devices = device_result(study.trials(), space, confirmed, price, verdict.winner.trial, measured)
@@ -286,7 +284,7 @@ def _help(setup: SearchSetup, study: Study) -> SearchOutcome:
     )
     with _open_run(setup, identity) as run:
         session = Session(study, space, _launchers(setup, run), setup.options, setup.notify)
-        session.help(*first_guesses(study))
+        session.help()
         own = [one for one in study.trials() if one.facts.get(OWNER) == study.members.own_name]
         # In this order: a leader that decides notes it before it frees its lock.
         decides = study.members.has_leader()
@@ -319,14 +317,6 @@ def _open_run(setup: SearchSetup, identity: Identity) -> AbstractContextManager[
         options={f"search.{name}": values.render(value) for name, value in options},
         again=setup.again,
     )
-
-
-def first_guesses(study: Study) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return what a study's processes try first: its guesses, and the best of an earlier study."""
-    # A study of an older version has the older names of settings.
-    facts = study.facts[FIRST], study.facts.get(EARLIER, ())
-    first, earlier = ([with_new_names(parameters) for parameters in fact] for fact in facts)
-    return first, earlier
 
 
 def _like(setup: SearchSetup, study: Study) -> Study | None:

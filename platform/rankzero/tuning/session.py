@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rankzero.config import flatten, override
+from rankzero.config.renamed import with_new_names
 from rankzero.errors import RunFailed, UserError
 from rankzero.experiment import Experiment
 from rankzero.scalars import shown
@@ -31,6 +32,8 @@ from rankzero.tuning.verdict import confirm
 from rankzero.tuning.verdict.confirm import CONFIRMATIONS, DISTURBED, MIXED
 from rankzero.tuning.verdict.decide import LOOKS, Verdict, decide, second_look
 
+FIRST, EARLIER = "first", "earlier"
+"""Facts of a study: the parameters to try first, and the best ones of an earlier study."""
 TARGET = "target"
 """A fact of a study: the quality that trials must reach."""
 _TRIALS_ENDED = "trials_ended"
@@ -45,6 +48,14 @@ _SLACK, _LEAST_SLACK, _DEVIATIONS = 1.5, 1.1, 3.0
 later at the least of these, or after so many deviations of the noise."""
 SEEDS_TO_LEAD = 3
 """On so many seeds a trial is trained before it is the best."""
+
+
+def first_guesses(study: Study) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return what a study's processes try first: its guesses, and the best of an earlier study."""
+    # A study of an older version has the older names of settings.
+    facts = study.facts.get(FIRST, ()), study.facts.get(EARLIER, ())
+    first, earlier = ([with_new_names(parameters) for parameters in fact] for fact in facts)
+    return first, earlier
 
 
 class Session:
@@ -68,8 +79,7 @@ class Session:
         self._pool = TrialPool(launchers, limit, option="--silence-seconds")
         self._clock = clock
         self._budget = Budget(study, space, options, clock, already_seconds, len(launchers))
-        self._guesses: Sequence[Mapping[str, Any]] = ()
-        self._earlier: Sequence[Mapping[str, Any]] = ()
+        self._guesses, self._earlier = first_guesses(study)
         self._repeats, self._losses = 0, Counter[str]()
         self._abandoned = 0
         """How many trials were known to be abandoned at the last look."""
@@ -77,17 +87,8 @@ class Session:
         self._checks = deque[TrialJob]()
         """Trainings on other seeds of trials that would be the best."""
 
-    def run(
-        self,
-        guesses: Sequence[Mapping[str, Any]] = (),
-        earlier: Sequence[Mapping[str, Any]] = (),
-    ) -> Verdict:
-        """Search until the budget is spent, confirm, decide. Raises RunFailed.
-
-        `guesses`: the parameters to try right after the reference, and after the best of an
-        `earlier` study.
-        """
-        self._guesses, self._earlier = guesses, earlier
+    def run(self) -> Verdict:
+        """Search until the budget is spent, confirm, decide. Raises RunFailed."""
         self._recover()
         try:
             # Time that was spent counts also if nobody can store it at the end: SIGKILL.
@@ -112,13 +113,8 @@ class Session:
         found = confirm.candidates_of(self._study.trials(), self._space, confirmed)
         return decide(self._objective.name, *found, is_own_target=self._is_own_target)
 
-    def help(
-        self,
-        guesses: Sequence[Mapping[str, Any]] = (),
-        earlier: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
+    def help(self) -> None:
         """Do trials of a study that another process leads and has trained the reference of."""
-        self._guesses, self._earlier = guesses, earlier
         self._budget.follow()
         self._recover()
         self._pool.run(self._next_job)

@@ -24,7 +24,7 @@ from rankzero.events import RunEnded, StepsLogged
 from rankzero.launch import agent
 from rankzero.run_store.folder import RunFolder
 from rankzero.tuning.options import SearchOptions, default_storage
-from rankzero.tuning.search import EARLIER
+from rankzero.tuning.session import EARLIER
 from rankzero.tuning.space import DEVICES
 from rankzero.tuning.study import find_study
 from rankzero.tuning.trials.resources import Share
