@@ -23,8 +23,8 @@ from rankzero.tuning.space import (
     DEVICES,
     FACTOR,
     SPEED,
-    asked_for,
     make_space,
+    only,
     settings_text,
 )
 from rankzero.tuning.study import Study, find_study, open_study
@@ -685,7 +685,7 @@ class Asked(Mine):
 
 
 def search_a_grid(folder: Path, launcher: FakeLauncher, trials: int, parallel: int = 1) -> Study:
-    space = asked_for(make_space(Asked(), 1, 0.5, ("fp32", "bf16"), samples=1000))
+    space = only(make_space(Asked(), 1, 0.5, ("fp32", "bf16"), samples=1000), Asked.search)
     study = opened(folder, space, sampler="grid")
     options = SearchOptions(trials=trials, sampler="grid")
     Session(study, space, [launcher] * parallel, options, lambda _: None).run()

@@ -16,7 +16,7 @@ from rankzero.search_ranges import Choice, LogUniform
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.probe import grid
 from rankzero.tuning.probe.grid import ProbeResult
-from rankzero.tuning.space import BATCH, Space, asked_for, narrowed, row_name
+from rankzero.tuning.space import BATCH, Space, narrowed, only, row_name
 from rankzero.tuning.study import Study
 
 SPACE = "space"
@@ -50,7 +50,9 @@ def space_of_version(study: Study, space: Space, options: SearchOptions) -> Spac
         space = dataclasses.replace(space, factors=LogUniform(factors[0], factors[-1]))
     if "speed" not in known:
         return dataclasses.replace(space, knobs=())
-    return asked_for(space) if options.sampler == "grid" else space
+    named = type(space.reference).search
+    # A grid over all the rest would be too large to be finished.
+    return only(space, named) if options.sampler == "grid" and named else space
 
 
 def agree_on_space(

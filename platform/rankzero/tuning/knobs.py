@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from rankzero.errors import UserError
-from rankzero.search_ranges import Choice, LogUniform
+from rankzero.search_ranges import Choice
 from rankzero.tuning.probe.speed_knobs import EXACT
-from rankzero.tuning.space import Space
+from rankzero.tuning.space import BATCH, LR, PRECISION, Space, only
 from rankzero.tuning.trials.describe import ExperimentDescription
 
 _COMPRESSION = "ddp.compression"
@@ -44,18 +44,12 @@ def turned(space: Space, names: tuple[str, ...]) -> Space:
     The experiment's own ranges stay. A knob that is one of them is trained.
     """
     train, extras, processes = space.reference.train, dict(space.extras), min(space.devices)
-    own = {"train.batch_size": "batch", "train.precision": "precision", "lr": "lr"}
-    named = {own[key] for key in type(space.reference).search if key in own} | set(names)
+    own = {"batch": BATCH, "precision": PRECISION, "lr": LR}
+    trained = {*type(space.reference).search, *(own[name] for name in names if name in own)}
     if _COMPRESSION in names:
         if processes == 1 or train.strategy not in ("ddp", "zero1"):
             text = f"--knobs {_COMPRESSION} needs processes with train.strategy=ddp or zero1"
             raise UserError(f"{text}, not {processes} with {train.strategy}: leave it out")
         extras.setdefault(f"train.{_COMPRESSION}", Choice("none", "bf16"))
-    return dataclasses.replace(
-        space,
-        batch_sizes=space.batch_sizes if "batch" in named else (train.batch_size,),
-        precisions=space.precisions if "precision" in named else (train.precision,),
-        factors=space.factors if "lr" in named else LogUniform(1.0, 1.0),
-        extras=extras,
-        knobs=tuple(name for name in names if name in MEASURED and f"train.{name}" not in extras),
-    )
+    measured = (name for name in names if name in MEASURED and f"train.{name}" not in extras)
+    return dataclasses.replace(only(space, trained), extras=extras, knobs=tuple(measured))

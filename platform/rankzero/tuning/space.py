@@ -15,7 +15,7 @@ import bisect
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rankzero import ranks
@@ -24,7 +24,7 @@ from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.search_ranges import Choice, Integer, LogUniform, Range, Uniform
 
-BATCH, PRECISION, _LR = "train.batch_size", "train.precision", "lr"
+BATCH, PRECISION, LR = "train.batch_size", "train.precision", "lr"
 SEED = "train.seed"
 _TO_REPEAT = {"fold", "split", "seed"}  # words in the names of settings that choose the data
 BATCH_INDEX, FACTOR, SPEED = "batch_index", "lr_factor", "speed settings"
@@ -163,7 +163,7 @@ class Space:
             **drawn,
             **{key: max(1, round(count * ratio)) for key, count in in_steps.items() if count},
             BATCH: batch_size,
-            _LR: float(parameters.get(FACTOR, 1.0)) * self.scaled_lr(batch_size),
+            LR: float(parameters.get(FACTOR, 1.0)) * self.scaled_lr(batch_size),
         }
         # The user's micro-batch need not divide another batch, and neither need a drawn one.
         devices = self.devices_of(parameters)
@@ -274,7 +274,7 @@ class Space:
                 case _:
                     edge = False
             if edge:
-                found.append(_LR if name == FACTOR else name)
+                found.append(LR if name == FACTOR else name)
         return found
 
     def scaled_lr(self, batch_size: int) -> float:
@@ -302,7 +302,7 @@ def make_space(
         _check_range(reference, key, range_)
     batch = ranges.pop(BATCH, None)
     precision = ranges.pop(PRECISION, None)
-    lr = ranges.pop(_LR, None)
+    lr = ranges.pop(LR, None)
     devices = (world_size, *more)
     if isinstance(precision, Choice):
         precisions = [str(option) for option in precision.options]
@@ -361,19 +361,14 @@ def number_text(value: float, digits: int = 3) -> str:
     return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
-def asked_for(space: Space) -> Space:
-    """Return the space with only what the experiment's `search` names, if it names anything.
-
-    A grid over all the rest would be too large to be finished.
-    """
-    named, train = type(space.reference).search, space.reference.train
-    if not named:
-        return space
+def only(space: Space, keys: Collection[str]) -> Space:
+    """Return the space that varies batch size, precision and learning rate only if in `keys`."""
+    train = space.reference.train
     return dataclasses.replace(
         space,
-        batch_sizes=space.batch_sizes if BATCH in named else (train.batch_size,),
-        precisions=space.precisions if PRECISION in named else (train.precision,),
-        factors=space.factors if _LR in named else LogUniform(1.0, 1.0),
+        batch_sizes=space.batch_sizes if BATCH in keys else (train.batch_size,),
+        precisions=space.precisions if PRECISION in keys else (train.precision,),
+        factors=space.factors if LR in keys else LogUniform(1.0, 1.0),
     )
 
 
