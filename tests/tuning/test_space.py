@@ -85,6 +85,12 @@ def test_the_micro_batch_that_the_probe_chose_divides_each_batch() -> None:
     assert space.experiment(space.reference_parameters()) == Plain()
 
 
+def test_the_micro_batch_that_the_probe_chose_may_be_the_whole_batch_of_all_ranks() -> None:
+    space = make_space(override(Plain(), {"train.strategy": "tp"}), 2, 0.5)
+    space = dataclasses.replace(space, speed={"train.recompute": True, "train.micro_batch": 64})
+    assert space.experiment(space.sped_up({})).train.micro_batch == 64
+
+
 def test_settings_as_people_say_them() -> None:
     found = {BATCH: 512, PRECISION: "bf16", "lr": 0.006, "train.workers": 2, "train.compile": True}
     assert settings_text(found) == "batch 512, bf16, lr 0.006, workers 2, compile"

@@ -153,28 +153,27 @@ class Space:
         if BATCH_INDEX in parameters:
             batch_size = self.batch_sizes[int(parameters[BATCH_INDEX])]
         ratio = train.batch_size / batch_size
-        in_steps = dict(
-            zip(IN_STEPS, (train.steps, train.eval_every, train.warmup_steps), strict=True)
-        )
         drawn = {key: value for key, value in parameters.items() if key not in _NO_SETTINGS}
-        # The range of a number of steps is one for the user's own batch size.
-        in_steps |= {key: drawn[key] for key in in_steps if key in drawn}
-        settings: dict[str, Any] = {
+        known = {**flatten(self.reference), **drawn}
+        speed = self.speed if SPEED in parameters else {}
+        settings = {
             **drawn,
-            **{key: max(1, round(count * ratio)) for key, count in in_steps.items() if count},
+            **speed,
+            # The range of a number of steps is one for the user's own batch size.
+            **{key: max(1, round(known[key] * ratio)) for key in IN_STEPS if known[key]},
             BATCH: batch_size,
             LR: float(parameters.get(FACTOR, 1.0)) * self.scaled_lr(batch_size),
         }
         # The user's micro-batch need not divide another batch, and neither need a drawn one.
         devices = self.devices_of(parameters)
-        share = batch_size // ranks.shards(drawn.get(_STRATEGY, train.strategy), devices)
-        most = drawn.get(_MICRO_BATCH, train.micro_batch)
-        fitting = self.micro_batches.get(row_name(devices, drawn.get(PRECISION, train.precision)))
+        share = batch_size // ranks.shards(known[_STRATEGY], devices)
+        most = known[_MICRO_BATCH]
+        fitting = self.micro_batches.get(row_name(devices, known[PRECISION]))
         most = fitting if fitting and fitting < (most or share) else most
+        # The probe measured this one with the other settings of speed, which may save memory.
+        most = speed.get(_MICRO_BATCH, most)
         if (ratio, devices, most) != (1, self.devices[0], train.micro_batch):
             settings[_MICRO_BATCH] = dividing(share, most)
-        if SPEED in parameters:
-            settings |= self._speed_settings(batch_size)
         return override(self.reference, settings)
 
     def reference_parameters(self) -> dict[str, Any]:
@@ -183,14 +182,6 @@ class Space:
         own = {**known, BATCH_INDEX: self.batch_sizes.index(known[BATCH]), FACTOR: 1.0}
         own[DEVICES] = self.devices[0]
         return {name: own[name] for name in self.parameters() if name != SPEED}
-
-    def _speed_settings(self, batch_size: int) -> dict[str, Any]:
-        settings = dict(self.speed)
-        if _MICRO_BATCH in settings:
-            # It was decided for another batch size, and must divide this one.
-            share = batch_size // math.lcm(*self.devices)
-            settings[_MICRO_BATCH] = dividing(share, settings[_MICRO_BATCH])
-        return settings
 
     def neighbours(self, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the parameters with the next batch size, or with the next option of one choice.
