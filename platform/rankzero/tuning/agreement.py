@@ -41,8 +41,7 @@ def space_of_version(study: Study, space: Space, options: SearchOptions) -> Spac
     all ranges, because its trials have them. It continues without settings of speed. Raises
     UserError for other numbers of devices, and for other settings than the study began with.
     """
-    _check_devices(study, space)
-    _check_settings(study, space, options)
+    _check_began_alike(study, space, options)
     known = study.facts.get(SPACE, {"speed": {}, "lr_choice": False})
     if isinstance(space.factors, Choice) and "lr_choice" not in known:
         # An older version drew between the options. Optuna keeps a parameter's kind.
@@ -89,6 +88,7 @@ def agree_on_space(
             "settings": _settings(space, options),
         }
         study.note(SPACE, fact)
+    _check_began_alike(study, space, options)
     found, fact = _stored_space(study, space), study.facts[SPACE]
     _check_sizes(study, found)
     if "speed" not in fact:
@@ -125,12 +125,11 @@ def check_space(study: Study, space: Space, options: SearchOptions) -> Space:
             "kind of device"
         )
     # The leader may have stored them after this process began.
-    _check_settings(study, space, options)
+    _check_began_alike(study, space, options)
     return found
 
 
 def _stored_space(study: Study, space: Space) -> Space:
-    _check_devices(study, space)
     fact = study.facts[SPACE]
     found = narrowed(space, fact["batch_sizes"], fact["precisions"])
     # A study of an older version decided on none, and stored no micro-batches.
@@ -139,18 +138,6 @@ def _stored_space(study: Study, space: Space) -> Space:
     )
     study.draw_from(found.parameters())
     return found
-
-
-def _check_devices(study: Study, space: Space) -> None:
-    # Older versions stored none: they had one number only, and it could change.
-    stored = tuple(study.facts.get(SPACE, {}).get("devices", space.devices[:1]))
-    machines = study.facts.get(SPACE, {}).get("machines", 1)
-    if SPACE in study.facts and (stored, machines) != (space.devices, space.machines):
-        given, wanted = options_of(space.devices, space.machines), options_of(stored, machines)
-        raise UserError(
-            f"study {study.name} began with {wanted}, and this command has {given}: give "
-            f"{wanted}, or --new"
-        )
 
 
 def _check_sizes(study: Study, found: Space) -> None:
@@ -168,22 +155,27 @@ def _sizes_text(sizes: Sequence[int], precisions: Sequence[str]) -> str:
     return f"the batch sizes {', '.join(map(str, sizes))} in {'/'.join(precisions)}"
 
 
-def _check_settings(study: Study, space: Space, options: SearchOptions) -> None:
-    # Older versions stored none.
-    if "settings" not in (fact := study.facts.get(SPACE, {})):
+def _check_began_alike(study: Study, space: Space, options: SearchOptions) -> None:
+    """Raise UserError for other numbers of devices and other settings than the study began with."""
+    if (fact := study.facts.get(SPACE)) is None:
         return
-    stored, own = with_new_names(fact["settings"]), _settings(space, options)
+    # Older versions stored neither. They had one number of devices, which could change.
+    stored = with_new_names(fact.get("settings", {}))
+    own = _settings(space, options) if stored else {}
     # A setting that only one of them has is new in the file, or in another version.
     compared = (one for one in {**stored, **own} if one in stored.keys() & own or "[" in one)
     differing = [one for one in compared if stored.get(one) != own.get(one)]
-    if differing:
-        wanted, given = (
-            ", ".join(f"{key}={of.get(key, 'nothing')}" for key in differing)
-            for of in (stored, own)
-        )
+    wanted, given = (
+        [f"{key}={of.get(key, 'nothing')}" for key in differing] for of in (stored, own)
+    )
+    devices, machines = fact.get("devices", space.devices[:1]), fact.get("machines", 1)
+    if (tuple(devices), machines) != (space.devices, space.machines):
+        wanted.append(options_of(devices, machines))
+        given.append(options_of(space.devices, space.machines))
+    if wanted:
         raise UserError(
-            f"study {study.name} began with {wanted}, and this command has {given}: give "
-            f"{wanted}, or --new, or another --name"
+            f"study {study.name} began with {', '.join(wanted)}, and this command has "
+            f"{', '.join(given)}: give {', '.join(wanted)}, or --new, or another --name"
         )
 
 
