@@ -81,7 +81,6 @@ class LaunchedTrial:
         self._offsets: dict[Path, int] = {}
         self.has_ended = False
         """Whether all its processes have ended."""
-        self._given_up = False
         self._stop_by, self._beat = 0.0, 0
 
     def new_events(self) -> list[Event]:
@@ -116,7 +115,7 @@ class LaunchedTrial:
     @property
     def was_lost(self) -> bool:
         """Return whether its host process died, so that the trial shows nothing."""
-        return self._given_up or self._host.was_lost
+        return self._host.was_lost
 
     @property
     def failure(self) -> FailureKind | None:
@@ -145,7 +144,8 @@ class LaunchedTrial:
     def give_up(self) -> None:
         """End the host, which does not end the trial."""
         self._host.close()
-        self.has_ended = self._given_up = True
+        # A host that was closed counts as lost.
+        self.has_ended = self._host.has_ended()
 
     def close(self) -> None:
         """End the trial if it still runs, and wait until its journal has an end."""
