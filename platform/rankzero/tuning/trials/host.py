@@ -29,6 +29,5 @@ def closed_together() -> Iterator[list[Host]]:
         yield hosts
     finally:
         with ThreadPoolExecutor(len(hosts) or 1) as pool:
-            closed = [pool.submit(one.close) for one in hosts]
-        for one in closed:
-            one.result()
+            closed = pool.map(lambda one: one.close(), hosts)
+        list(closed)  # raises the first error
