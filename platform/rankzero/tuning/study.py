@@ -156,9 +156,7 @@ class Study:
     def untried_cells(self) -> list[dict[str, Any]]:
         """Return the cells of the grid over the ranges that no ended trial has. All are finite."""
         grid = {name: _grid_points(found) for name, found in self._distributions.items()}
-        ended = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
-        stored = self._study.get_trials(deepcopy=False, states=ended)
-        tried = [one.params for one in stored if one.number not in set(self.abandoned)]
+        tried = [one.parameters for one in self.trials() if one.has_ended and not one.abandoned]
         cells = (
             dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())
         )
