@@ -46,7 +46,7 @@ _POLL_SECONDS = 1.0
 _SLACK, _LEAST_SLACK, _DEVIATIONS = 1.5, 1.1, 3.0
 """A trial is stopped at so many times the value of the best, as long as the noise is not known;
 later at the least of these, or after so many deviations of the noise."""
-SEEDS_TO_LEAD = 3
+_SEEDS_TO_LEAD = 3
 """On so many seeds a trial is trained before it is the best."""
 
 
@@ -295,7 +295,7 @@ class Session:
         devices = self._space.devices_of(trials[number].parameters)
         best = next_trial.time_to_beat(trials, self._space, devices)
         result = follower.combined(results) if results else None
-        is_over = trials[number].has_ended or len(results) == SEEDS_TO_LEAD
+        is_over = trials[number].has_ended or len(results) == _SEEDS_TO_LEAD
         if (
             result is None
             or is_over

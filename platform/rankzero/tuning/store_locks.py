@@ -27,10 +27,9 @@ from rankzero.run_store.lock_files import open_lock
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-SUFFIX = ".lock"
 # Optuna's own locks of a journal are called .lock.
-_JOURNALS_SUFFIX = ".members"
-JOURNAL = "journal:///"
+_SUFFIX, _JOURNALS_SUFFIX = ".lock", ".members"
+_JOURNAL = "journal:///"
 FLOCK = "hhqqi0q"  # struct flock of fcntl(2): type, from where, first byte, bytes, process
 _KEEP_SECONDS = 5.0
 _CONNECT_SECONDS = 10.0
@@ -162,7 +161,7 @@ def journal_of(url: str) -> Path | None:
     """Return the file of a journal, or None for a database. Raises UserError without a file."""
     if not url.startswith("journal:"):
         return None
-    name = url.removeprefix(JOURNAL)
+    name = url.removeprefix(_JOURNAL)
     if name in ("", url):
         raise UserError(f"{url} names no file: write journal:////folder/studies.log")
     return Path(name).absolute()
@@ -178,11 +177,11 @@ def open_locks(url: str) -> StoreLocks:
     found = make_url(url)
     name = found.get_backend_name()
     if name == "sqlite" and found.database:
-        return FileLocks(Path(found.database + SUFFIX).absolute())
+        return FileLocks(Path(found.database + _SUFFIX).absolute())
     if name not in _DIALECTS:
         raise UserError(
             f"{url_without_secrets(url)} cannot keep a study: give --storage an SQLite file, "
-            f"{JOURNAL}FILE, or PostgreSQL to share the study between machines"
+            f"{_JOURNAL}FILE, or PostgreSQL to share the study between machines"
         )
     return ServerLocks(url, _DIALECTS[name])
 
