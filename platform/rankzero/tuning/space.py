@@ -451,9 +451,8 @@ def _batch_sizes(own: int, chosen: Range | None, divisor: int, samples: float) -
         sizes = {int(size) for size in chosen.options}
     else:
         low, high = (chosen.low, chosen.high) if chosen is not None else (0, math.inf)
-        powers = range(-_MOST_DOUBLINGS, _MOST_DOUBLINGS + 1)
-        sizes = {int(own * 2.0**power) for power in powers if (own * 2.0**power).is_integer()}
-        sizes = {size for size in sizes if low <= size <= high}
+        doubled = (own * 2.0**power for power in range(-_MOST_DOUBLINGS, _MOST_DOUBLINGS + 1))
+        sizes = {int(size) for size in doubled if size.is_integer() and low <= size <= high}
     # Ranks share a batch equally. The user's own size always stays, as the reference.
     fitting = {size for size in sizes if 0 < size <= samples / 2 and size % divisor == 0}
     return tuple(sorted({own, *fitting}))
