@@ -126,8 +126,7 @@ def upcoming(
         return again
     plan = list(earlier)
     best = leading(trials)
-    is_reached = best is not None and best.feasible
-    around = _around_the_best(trials, space, by_lr=not (is_speed and is_reached))
+    around = _around_the_best(trials, space, is_speed=is_speed)
     if best is not None and best.feasible:
         plan += [*_with_its_lr(first, trials, best), *around]
     else:
@@ -158,7 +157,7 @@ def _with_its_lr(first: Sequence[Parameters], trials: Trials, best: Trial) -> li
     return [{**parameters, FACTOR: best.parameters[FACTOR]} for parameters in first]
 
 
-def _around_the_best(trials: Trials, space: Space, *, by_lr: bool) -> list[Parameters]:
+def _around_the_best(trials: Trials, space: Space, *, is_speed: bool) -> list[Parameters]:
     """Return the configurations around the best trial, or on the way to a first good one."""
     best, tried = leading(trials), trials.factors
     if best is None:
@@ -171,11 +170,11 @@ def _around_the_best(trials: Trials, space: Space, *, by_lr: bool) -> list[Param
         return [space.sped_up(one) for one in further if one[FACTOR] < lowest]
     # The reference lacks the settings of speed.
     own = space.sped_up(best.parameters)
-    if not by_lr:
-        return list(space.neighbours(own))
     closer = space.closer_lrs(own, tried)
     if not best.feasible:
         return [*space.further_lrs(own, tried, _STEP_TO_A_FIRST), *closer]
+    if is_speed:
+        return list(space.neighbours(own))
     return [*space.further_lrs(own, tried), *space.neighbours(own), *closer]
 
 
