@@ -79,12 +79,6 @@ def _legal(range_: Range, value: Any) -> list[Any]:
     return [value] if isinstance(value, kinds) and range_.low <= value <= range_.high else []
 
 
-def short_text(space: Space, parameters: Mapping[str, Any]) -> str:
-    """Return the batch size and the learning rate of these parameters, for people."""
-    chosen = space.experiment(parameters)
-    return f"batch {chosen.train.batch_size}, lr {chosen.lr:.2g}"
-
-
 def guesses(space: Space) -> list[dict[str, Any]]:
     """Return the first trials after the reference: two and four times its batch size.
 

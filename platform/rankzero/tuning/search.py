@@ -47,7 +47,7 @@ from rankzero.tuning.reports.study_run import (
     trials_markdown,
 )
 from rankzero.tuning.session import EARLIER, FIRST, TARGET, Session
-from rankzero.tuning.space import BATCH, Space
+from rankzero.tuning.space import BATCH, LR, Space, settings_text
 from rankzero.tuning.study import OWNER, Study, decided_studies, find_study, open_study
 from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.host import Host
@@ -345,7 +345,9 @@ def _note_earlier(setup: SearchSetup, study: Study, like: Study | None) -> None:
     own = facts.get(SPACE, {}).get("settings", {}).get(BATCH)
     found = next_trial.from_earlier(space, like.trials(), facts.get(WINNER), own and int(own))
     study.note(EARLIER, found)
-    best = "; ".join(next_trial.short_text(space, one) for one in found) or "it has none but yours"
+    chosen = (space.experiment(one) for one in found)
+    texts = [settings_text({BATCH: one.train.batch_size, LR: one.lr}) for one in chosen]
+    best = "; ".join(texts) or "it has none but yours"
     setup.notify(f"like   {setup.like}: its best trials come first: {best}")
 
 
