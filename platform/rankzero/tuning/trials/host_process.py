@@ -80,16 +80,13 @@ class LocalHost:
 
     def has_ended(self, seconds: float = 0.0) -> bool:
         """Return whether the trial has ended, after at most `seconds`. True once for each trial."""
-        if self._pipe.closed:
-            self.was_lost = True
-            return True
         # A host that died ends the trial, too: its ranks end with it.
-        if not self._pipe.poll(seconds):
-            self.was_lost = not self._process.is_alive()
-            return self.was_lost
         try:
+            if not self._pipe.poll(seconds):
+                self.was_lost = not self._process.is_alive()
+                return self.was_lost
             self._pipe.recv()
-        except (EOFError, OSError):
+        except (EOFError, OSError):  # also of a pipe that `close` has closed
             self.was_lost = True
         return True
 
