@@ -15,7 +15,6 @@ from typing import Any
 from rankzero.config import flatten, override
 from rankzero.config.renamed import with_new_names
 from rankzero.errors import RunFailed, UserError
-from rankzero.experiment import Experiment
 from rankzero.scalars import shown
 from rankzero.tuning import members, next_trial
 from rankzero.tuning.budget import REFERENCE_SECONDS, Budget
@@ -178,7 +177,7 @@ class Session:
                     target = target_quality(objective, result.curve, self._options.tolerance)
                     self._study.note(TARGET, target)
                     result = follower.complete(result.curve, self._objective)
-            self._end(number, reference, result)
+            self._end(number, result)
 
         devices = self._space.devices[0]
         return TrialJob(reference, self._label(number), objective, ended, processes=devices)
@@ -278,13 +277,11 @@ class Session:
             return "worse than others at the same training time" if is_worse else ""
 
         def ended(result: TrialResult | None) -> None:
-            self._train_again_or_end(number, experiment, [result] if result else [])
+            self._train_again_or_end(number, [result] if result else [])
 
         return TrialJob(experiment, self._label(number), objective, ended, why_prune, devices)
 
-    def _train_again_or_end(
-        self, number: int, experiment: Experiment, results: Sequence[TrialResult]
-    ) -> None:
+    def _train_again_or_end(self, number: int, results: Sequence[TrialResult]) -> None:
         """Let a trial that would be the best train on another seed, or end it.
 
         `results`: of each seed; none if it was interrupted. A trial that is best by luck would stop
@@ -292,7 +289,8 @@ class Session:
         """
         # Other processes may have found a better one, or may have taken this one for dead.
         trials, objective = self._study.trials(), self._objective
-        devices = self._space.devices_of(trials[number].parameters)
+        parameters = trials[number].parameters
+        devices = self._space.devices_of(parameters)
         best = next_trial.time_to_beat(trials, self._space, devices)
         result = follower.combined(results) if results else None
         is_over = trials[number].has_ended or len(results) == _SEEDS_TO_LEAD
@@ -302,7 +300,7 @@ class Session:
             or not (objective.is_uncertain(result.curve) and result.leads(best))
             or not self._budget.leaves_time()
         ):
-            self._end(number, experiment, result, len(results))
+            self._end(number, result, len(results))
             return
 
         # By steps: this may run on another machine.
@@ -310,7 +308,7 @@ class Session:
         most_steps = first.curve.step * confirm.factor_to_lead(
             first.value, result.value, len(results), best
         )
-        seed = experiment.train.seed + len(results)
+        seed = self._space.reference.train.seed + len(results)
 
         def why_prune(curve: LearningCurve) -> str:
             return f"not as fast on seed {seed}" if curve.step > most_steps else ""
@@ -318,17 +316,15 @@ class Session:
         def ended(more: TrialResult | None) -> None:
             if more is not None and more.state == "FAIL":
                 # That may be the machine's fault, and the seeds before have a result.
-                self._end(number, experiment, result, len(results))
+                self._end(number, result, len(results))
                 return
-            self._train_again_or_end(number, experiment, [*results, more] if more else [])
+            self._train_again_or_end(number, [*results, more] if more else [])
 
-        other = override(experiment, {"train.seed": seed})
+        other = override(self._space.experiment(parameters), {"train.seed": seed})
         label = f"{self._label(number)}-seed{seed}"
         self._checks.append(TrialJob(other, label, objective, ended, why_prune, devices))
 
-    def _end(
-        self, number: int, experiment: Experiment, result: TrialResult | None, seeds: int = 1
-    ) -> None:
+    def _end(self, number: int, result: TrialResult | None, seeds: int = 1) -> None:
         """Write a trial's result into the study, and print it. None: it was interrupted."""
         if result is None:
             self._abandon(number, "the search was interrupted")
@@ -339,6 +335,7 @@ class Session:
             self._notify(f"trial {number} was lost with its host process: it is tried again")
             self._abandon(number, "its host process died", {_LOST: True})
             return
+        experiment = self._space.experiment(parameters)
         devices = self._space.devices_of(parameters)
         facts = follower.facts(result, experiment, self._label(number), devices)
         facts[next_trial.SEEDS] = seeds
