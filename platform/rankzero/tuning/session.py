@@ -74,8 +74,7 @@ class Session:
         already_seconds: float = 0.0,
     ) -> None:
         self._study, self._space, self._options, self._notify = study, space, options, notify
-        limit = options.silence_seconds
-        self._pool = TrialPool(launchers, limit, option="--silence-seconds")
+        self._pool = TrialPool(launchers, options.silence_seconds, option="--silence-seconds")
         self._clock = clock
         self._budget = Budget(study, space, options, clock, already_seconds, len(launchers))
         self._guesses, self._earlier = first_guesses(study)

@@ -111,8 +111,8 @@ class Trials(Sequence[Trial]):
         self._alike.setdefault(_key(trial.parameters), set()).add(number)
         if trial.abandoned:
             self.abandoned.add(number)
-        if trial.has_ended and number in self.open:
-            self.open.remove(number)
+        if trial.has_ended:
+            self.open.discard(number)
         if trial.counts or trial.state == "RUNNING":
             self.taken.add(number)
             if FACTOR in trial.parameters:
