@@ -43,7 +43,7 @@ def counted(study: Study) -> list[int]:
 
 def leave_a_trial(study: Study) -> None:
     """Ask for a trial as a process does that is dead now."""
-    number, _ = study.ask()
+    number = study.ask()
     study._open.pop(number).set_user_attr(OWNER, DEAD)
 
 
@@ -105,20 +105,20 @@ def test_a_live_process_taken_for_dead_continues_and_its_trial_is_abandoned(
     tmp_path: Path,
 ) -> None:
     study, other = opened(tmp_path), opened(tmp_path)
-    number, _ = study.ask()
+    number = study.ask()
     study._open[number].set_user_attr(OWNER, DEAD)  # as if it had been silent for minutes
     assert other.recover() == [number]
     assert study.report(number, 3, 0.5)
     study.tell(number, "COMPLETE", 1.0, {}, {"run": "late"})
     assert study.trials()[number].state == "FAIL" and counted(study) == []
-    assert study.ask()[0] == number + 1
+    assert study.ask() == number + 1
 
 
 def test_a_trial_that_ends_while_its_owner_leaves_is_not_abandoned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study, helper = opened(tmp_path), opened(tmp_path)
-    number, _ = helper.ask()
+    number = helper.ask()
 
     def leaves(_: object) -> bool:
         helper.tell(number, "COMPLETE", 1.0, {}, {})

@@ -16,5 +16,5 @@ def test_a_study_draws_with_any_seed_of_a_training(tmp_path: Path, sampler: Samp
     url = f"sqlite:///{tmp_path / 's.db'}"
     study = open_study(url, "s", sampler=sampler, pruner="none", seed=2**40 + 7)
     study.draw_from({"dropout": Uniform(0.0, 1.0)})
-    (_, first), (_, second) = study.ask(), study.ask()
-    assert first["dropout"] != second["dropout"]
+    first, second = study.ask(), study.ask()
+    assert study.known[first].parameters != study.known[second].parameters

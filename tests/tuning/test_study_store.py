@@ -123,7 +123,7 @@ def test_two_processes_share_a_journal(tmp_path: Path) -> None:
     first, second = opened(tmp_path / "studies.log"), opened(tmp_path / "studies.log")
     for study in (first, second):
         study.draw_from({"lr": LogUniform(0.01, 0.1)})
-    numbers = [study.ask()[0] for study in (first, second, first, second)]
+    numbers = [study.ask() for study in (first, second, first, second)]
     assert numbers == [0, 1, 2, 3] and len(first.trials()) == len(second.trials()) == 4
     first.members.close()
     assert second.recover() == [0, 2] and second.abandoned == [0, 2]

@@ -161,7 +161,7 @@ class Session:
 
     def _reference_job(self) -> TrialJob:
         own = self._space.reference_parameters()
-        number, _ = self._study.ask(own)
+        number = self._study.ask(own)
         reference, began = self._space.experiment(own), self._clock()
         # A reference that sets the target is trained to its end.
         objective = dataclasses.replace(self._objective, target=reference.goal.target)
@@ -194,7 +194,7 @@ class Session:
             if planned is None and not self._space.is_drawn:
                 self._repeats = _MOST_REPEATS
                 return None
-            number, parameters = self._study.ask(planned)
+            number = self._study.ask(planned)
             # Asked again now that the leader can see this trial: it waits, or it has ended them.
             if self._budget.is_spent_before(number) or self._is_too_late():
                 self._abandon(number, "other processes had the last trials")
@@ -203,7 +203,7 @@ class Session:
             twin = next_trial.twin(self._study.known, number)
             if twin is None:
                 self._repeats = 0
-                return self._trial_job(number, parameters, is_planned=planned is not None)
+                return self._trial_job(number, is_planned=planned is not None)
             # A twin that still runs has no result to copy. Then this trial counts for nothing.
             self._repeats += 1
             known = twin.state in ("COMPLETE", "PRUNED")
@@ -236,11 +236,10 @@ class Session:
         facts = {} if self._study.members.leads else self._study.facts
         return bool(facts.get(_TRIALS_ENDED)) and facts[_TRIALS_ENDED] == facts.get(members.LEADER)
 
-    def _trial_job(
-        self, number: int, parameters: Mapping[str, Any], *, is_planned: bool
-    ) -> TrialJob:
-        experiment, objective = self._space.experiment(parameters), self._objective
+    def _trial_job(self, number: int, *, is_planned: bool) -> TrialJob:
         trials = self._study.known
+        parameters = trials[number].parameters
+        experiment, objective = self._space.experiment(parameters), self._objective
         devices = self._space.devices_of(parameters)
         best = next_trial.time_to_beat(trials, self._space, devices)
         noise = next_trial.noise(trials)

@@ -73,8 +73,8 @@ class Study:
         """Set the ranges that trials are drawn from. All processes must set the same ones."""
         self._distributions = {name: _distribution(range_) for name, range_ in space.items()}
 
-    def ask(self, parameters: Mapping[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
-        """Start the next trial; return its number and parameters.
+    def ask(self, parameters: Mapping[str, Any] | None = None) -> int:
+        """Start the next trial; return its number.
 
         Without parameters, the sampler draws them, seeded by the number of known trials.
         """
@@ -94,7 +94,7 @@ class Study:
                 trial.set_user_attr(OWNER, self.members.own_name)
                 self._open[trial.number] = trial
                 self.trials()
-                return trial.number, dict(trial.params)
+                return trial.number
 
     def report(self, number: int, resource: int, value: float) -> bool:
         """Report a trial's progress at a common resource; return whether to prune the trial."""
