@@ -190,6 +190,14 @@ class TestSampler:
         monkeypatch.setattr(psutil, broken, failing(PermissionError("/proc")))
         assert 0 < len(sampler.sample()) < len(everything)
 
+    def test_a_network_that_was_hidden_from_the_start_leaves_out_only_itself(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hidden = failing(FileNotFoundError("/proc/net/dev"))
+        monkeypatch.setattr(psutil, "net_io_counters", hidden)
+        sample = two_samples(NodeSampler((), 0, 1))
+        assert sample and not any("network" in name for name in sample)
+
     def test_an_unexpected_error_is_one_notice(self, monkeypatch: pytest.MonkeyPatch) -> None:
         sampler = NodeSampler((), 0, 1)
         monkeypatch.setattr(psutil, "virtual_memory", failing(KeyError("MemTotal")))

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -18,6 +19,8 @@ from rankzero.telemetry.rapl import CpuEnergy
 _MEGABYTE = 1e6
 # Samples between two looks at the process tree, which reads all of /proc.
 _PROCESS_EVERY = 10
+# A system may hide any of its files.
+_UNREADABLE = contextlib.suppress(psutil.Error, OSError, RuntimeError)
 
 
 def usable_cores() -> list[int]:
@@ -71,34 +74,35 @@ class HostSampler:
         self._folder = folder
         self._process = process
         self._samples = 0
-        self._network_start = psutil.net_io_counters()
+        self._network_start: Any = None
+        with _UNREADABLE:
+            self._network_start = psutil.net_io_counters()
         self._energy = CpuEnergy()
 
     def sample(self) -> dict[str, float]:
         """Return the present readings; never raises what psutil raises."""
         metrics: dict[str, float] = {}
-        unreadable = contextlib.suppress(psutil.Error, OSError, RuntimeError)
-        with unreadable:
+        with _UNREADABLE:
             percent = psutil.cpu_percent()
             # psutil measures since the thread's last call, and returns 0 to its first.
             if self._samples:
                 metrics["cpu_utilization_percentage"] = percent
-        with unreadable:
+        with _UNREADABLE:
             memory = psutil.virtual_memory()
             metrics["system_memory_usage_megabytes"] = memory.used / _MEGABYTE
             # Not memory.percent, which counts what is not available. MLflow's number must agree.
             metrics["system_memory_usage_percentage"] = memory.used / memory.total * 100
-        with unreadable:
+        with _UNREADABLE:
             disk = psutil.disk_usage(os.fspath(self._folder))
             metrics["disk_usage_percentage"] = disk.percent
             metrics["disk_usage_megabytes"] = disk.used / _MEGABYTE
             metrics["disk_available_megabytes"] = disk.free / _MEGABYTE
         # Without a network card, psutil returns None, although its types exclude it.
-        with unreadable, contextlib.suppress(AttributeError):
+        with _UNREADABLE, contextlib.suppress(AttributeError):
             now, start = psutil.net_io_counters(), self._network_start
             metrics["network_receive_megabytes"] = (now.bytes_recv - start.bytes_recv) / _MEGABYTE
             metrics["network_transmit_megabytes"] = (now.bytes_sent - start.bytes_sent) / _MEGABYTE
-        with unreadable:
+        with _UNREADABLE:
             if self._process is not None and self._samples % _PROCESS_EVERY == 0:
                 metrics["process_memory_megabytes"] = _resident_bytes(self._process) / _MEGABYTE
         metrics |= self._energy.sample()
