@@ -243,18 +243,12 @@ def test_only_unsupported_readings_are_left_out(stub: dict[str, str]) -> None:
     seen = probe(environment, samples=2)
     assert seen.notices == []
     for sample in seen.samples:
-        everything = {
-            name.removeprefix(f"gpu_{len(CALLS)}_")
-            for name in sample
-            if name.startswith(f"gpu_{len(CALLS)}_")
-        }
+        found = dict[int, set[str]]()
+        for name in sample:
+            if match := re.fullmatch(r"gpu_(\d+)_(.+)", name):
+                found.setdefault(int(match[1]), set()).add(match[2])
         for number, missing in enumerate(CALLS.values()):
-            names = {
-                name.removeprefix(f"gpu_{number}_")
-                for name in sample
-                if name.startswith(f"gpu_{number}_")
-            }
-            assert names == everything - missing
+            assert found[number] == found[len(CALLS)] - missing
 
 
 def test_a_sum_that_lacks_a_card_is_left_out(stub: dict[str, str]) -> None:

@@ -28,8 +28,6 @@ class GpuSampler:
         self._nvml: Any = None
         self._devices: dict[int, Device] = {}
         self._gpus: dict[int, GpuReader] = {}
-        self._cards = 0
-        self._reported: set[int] = set()
         if uuids is None or len(uuids) > 0:
             self._open(uuids, environ)
 
@@ -54,7 +52,6 @@ class GpuSampler:
             whole = None if device.card in cards else card
             self._gpus[ordinal] = GpuReader(pynvml, handle, whole)
             cards.add(device.card)
-        self._cards = len(cards)
         for ordinal, uuid in enumerate(uuids or ()):
             if ordinal not in self._devices:
                 self.notices.append(f"no metrics of GPU {ordinal}: the driver does not list {uuid}")
@@ -78,16 +75,17 @@ class GpuSampler:
                 del self._gpus[ordinal]
                 self.notices.append(f"{name} gives no more metrics: {error}")
                 continue
-            if gpu.trouble and ordinal not in self._reported:
-                self._reported.add(ordinal)
-                self.notices.append(f"{name} lacks some metrics: {gpu.trouble}")
+            notice = f"{name} lacks some metrics: {gpu.trouble}"
+            if gpu.trouble and notice not in self.notices:
+                self.notices.append(notice)
         metrics = {
             f"gpu_{ordinal}_{name}": value
             for ordinal, reading in readings.items()
             for name, value in reading.items()
         }
         if len(self._devices) > 1:
-            metrics |= _across(list(readings.values()), self._cards)
+            cards = {device.card for device in self._devices.values()}
+            metrics |= _across(list(readings.values()), len(cards))
         return metrics
 
     def close(self) -> None:

@@ -59,7 +59,6 @@ class GpuReader:
         self._failures: collections.Counter[str] = collections.Counter()
         self._watts: float | None = None
         self._joules = 0.0
-        self._energy_read: float | None = None
         self._power_read: tuple[float, float] | None = None
         self._reads: list[Callable[[], dict[str, float]]] = [self._utilization, self._memory]
         if card is not None:
@@ -70,8 +69,9 @@ class GpuReader:
                 self._clock,
                 self._throttled,
             ]
-            self._energy_read = or_none(nvml, nvml.nvmlDeviceGetTotalEnergyConsumption, card)
-            has_counter = self._energy_read is not None
+            counted = or_none(nvml, nvml.nvmlDeviceGetTotalEnergyConsumption, card)
+            self._energy_read = counted or 0.0
+            has_counter = counted is not None
             self._reads.append(self._counted_energy if has_counter else self._integrated_energy)
 
     def sample(self) -> dict[str, float]:
@@ -150,9 +150,8 @@ class GpuReader:
 
     def _counted_energy(self) -> dict[str, float]:
         now = float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._card))
-        if self._energy_read is not None:
-            # The counter restarts with the driver.
-            self._joules += max(0.0, now - self._energy_read) / _MILLI
+        # The counter restarts with the driver.
+        self._joules += max(0.0, now - self._energy_read) / _MILLI
         self._energy_read = now
         return {"energy_joules": self._joules}
 
