@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ from rankzero.catalog import lookup
 from rankzero.launch import failures
 from rankzero.launch.request import write_config
 from rankzero.run_store.delivery_state import load, path_of
+from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.run_log import RunLog
-from rankzero.tuning.reports.study_run import sweet_spot_yaml
+from rankzero.tuning.reports.study_run import StudyRun
 from support.commands import TINY, Command
 from support.runs import append, ended, make_folder, started
 
@@ -157,14 +159,17 @@ def test_errors_are_redacted_on_every_way_into_the_journal(
     assert not planted_in(tmp_path)
 
 
-def test_sweet_spot_has_no_secrets_and_asks_for_them() -> None:
+def test_sweet_spot_has_no_secrets_and_asks_for_them(tmp_path: Path) -> None:
     from rankzero import config
     from rankzero.errors import UserError
     from rankzero.experiment_file import load as load_experiment
     from rankzero.launch.request import with_secrets
 
     tiny = load_experiment(str(TINY))
-    text = sweet_spot_yaml(config.override(tiny(), {"api_key": SETTING}), "says", "use")
+    log: Any = SimpleNamespace(folder=RunFolder(tmp_path))
+    leaky = config.override(tiny(), {"api_key": SETTING})
+    StudyRun(log, {}).write_sweet_spot(leaky, "says", "use")
+    text = (tmp_path / "artifacts" / "sweet_spot.yaml").read_text()
     assert SETTING not in text
     with pytest.raises(UserError, match="pass them again, api_key=…"):
         with_secrets(config.read_yaml(text), {})

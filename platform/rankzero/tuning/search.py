@@ -40,12 +40,7 @@ from rankzero.tuning.budget import SECONDS
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.probe import probe_map, speed_knobs
 from rankzero.tuning.probe.probe_map import Probe
-from rankzero.tuning.reports.study_run import (
-    StudyRun,
-    effects_markdown,
-    texts_markdown,
-    trials_markdown,
-)
+from rankzero.tuning.reports.study_run import StudyRun, texts_markdown, trials_markdown
 from rankzero.tuning.session import EARLIER, FIRST, TARGET, Session
 from rankzero.tuning.space import BATCH, LR, Space, settings_text
 from rankzero.tuning.study import OWNER, Study, decided_studies, find_study, open_study
@@ -373,7 +368,8 @@ def _report(
     text = " ".join([_sentence(setup, study, verdict), *devices.sentences()])
     for name, columns, rows in devices.tables():
         run.write_table(name, columns, rows)
-    tables = [texts_markdown(columns, rows) for _, columns, rows in devices.tables()]
+    knobs = "", speed_knobs.EFFECT_COLUMNS, [one.row() for one in probe.effects]
+    tables = [texts_markdown(columns, rows) for _, columns, rows in (*devices.tables(), knobs)]
     run.log_trials(trials)
     run.write_trials(trials)
     run.write_sweet_spot(setup.space.experiment(chosen), text, setup.use)
@@ -382,25 +378,20 @@ def _report(
     study.note("sentence", text)
     study.note(WINNER, verdict.winner.trial)
     result = f"**{text}**\n\nObjective: {verdict.objective}.\n\n"
-    details = f"{trials_markdown(trials)}\n\n{''.join(tables)}{effects_markdown(probe.effects)}"
+    details = f"{trials_markdown(trials)}\n\n{''.join(tables)}"
     use = f"Use it: `{setup.use}`\n" if setup.use else ""
     run.write_description(f"{result}{details}{use}")
     with run.drawing():
-        from rankzero.tuning.reports import (
-            device_figures,
-            optuna_figures,
-            probe_figures,
-        )
+        from rankzero.tuning.reports import device_figures, optuna_figures, png_files, probe_figures
 
-        figures: list[Any] = device_figures.interactive(devices)
-        figures += optuna_figures.interactive(trials, goal, verdict.region)
-        figures += probe_figures.interactive(probe.cells, probe.effects)
-        probe_figures.write_pngs(run.folder.artifacts, probe.cells, probe.effects)
-        device_figures.write_pngs(run.folder.artifacts, devices)
+        costs = device_figures.figures(devices)
+        speeds = probe_figures.figures(probe.cells, probe.effects)
+        figures = [*costs.values(), *optuna_figures.interactive(trials, goal, verdict.region)]
+        png_files.write_all(run.folder.artifacts, {**costs, **speeds})
         first, last = (
             html_page.from_markdown(one.replace("&emsp;", "")) for one in (result + use, details)
         )
-        charts = ['<div class="grid">', *figures, "</div><h2>Trials</h2>"]
+        charts = ['<div class="grid">', *figures, *speeds.values(), "</div><h2>Trials</h2>"]
         run.write("search.html", html_page.page(run.folder.path.name, [first, *charts, last]))
         optuna_figures.write_pngs(run.folder.artifacts, trials, goal, verdict.region)
     return text

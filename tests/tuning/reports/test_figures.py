@@ -15,9 +15,9 @@ from rankzero.reporting import html_page
 from rankzero.run_store.folder import RunFolder
 from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.probe.scaling import Scaling, ScalingPoint
-from rankzero.tuning.probe.speed_knobs import Effect
-from rankzero.tuning.reports import device_figures, optuna_figures, probe_figures
-from rankzero.tuning.reports.study_run import StudyRun, effects_markdown
+from rankzero.tuning.probe.speed_knobs import EFFECT_COLUMNS, Effect
+from rankzero.tuning.reports import device_figures, optuna_figures, png_files, probe_figures
+from rankzero.tuning.reports.study_run import StudyRun, texts_markdown
 from rankzero.tuning.trial import State, Trial
 from rankzero.tuning.verdict.cost import DeviceResult, PricedTrial
 
@@ -73,7 +73,10 @@ def test_the_pareto_front_has_the_finished_trials_that_none_beats_in_both() -> N
 
 
 def test_the_page_opens_offline_and_shows_what_people_read() -> None:
-    figures = [*optuna_figures.interactive(TRIALS, GOAL, [1]), *probe_figures.interactive(MAP, [])]
+    figures = [
+        *optuna_figures.interactive(TRIALS, GOAL, [1]),
+        *probe_figures.figures(MAP, []).values(),
+    ]
     page = html_page.page("A <search>", figures)
     assert "A &lt;search&gt;" in page and "<search>" not in page
     assert 'src="http' not in page and "batch size" in page and "batch_index" not in page
@@ -104,16 +107,17 @@ def test_hovering_shows_rounded_numbers() -> None:
 
 
 def test_bars_show_the_knobs_that_were_measured(tmp_path: Path) -> None:
-    bars = probe_figures.interactive(MAP, EFFECTS)[1].data[0]
+    found = probe_figures.figures(MAP, EFFECTS)
+    bars = found["knobs"].data[0]
     assert bars.x == pytest.approx((50.0, -5.0))
     assert bars.y == ("workers 2 (kept)", "no compile (no gain)")
     assert bars.error_x.array == pytest.approx((5.0, 10.0))
-    assert len(probe_figures.interactive(MAP, EFFECTS[2:])) == 1
-    probe_figures.write_pngs(tmp_path, MAP, EFFECTS)
+    assert list(probe_figures.figures(MAP, EFFECTS[2:])) == ["probe_map"]
+    png_files.write_all(tmp_path, found)
     assert (tmp_path / "knobs.png").read_bytes().startswith(b"\x89PNG")
-    table = effects_markdown(EFFECTS)
+    table = texts_markdown(EFFECT_COLUMNS, [one.row() for one in EFFECTS])
     assert "| workers 2&emsp; | +50.0%&emsp; | +45.0% to +55.0%&emsp; | kept |" in table
-    assert "refused: no images" in table and effects_markdown([]) == ""
+    assert "refused: no images" in table and texts_markdown(EFFECT_COLUMNS, []) == ""
 
 
 def test_a_table_is_json_also_with_what_was_not_measured(tmp_path: Path) -> None:
@@ -133,7 +137,7 @@ def test_a_search_without_results_is_drawn(tmp_path: Path) -> None:
 
 def test_all_pngs_are_written(tmp_path: Path) -> None:
     optuna_figures.write_pngs(tmp_path, TRIALS, GOAL, [1])
-    probe_figures.write_pngs(tmp_path, MAP, [])
+    png_files.write_all(tmp_path, probe_figures.figures(MAP, []))
     found = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert sorted(found) == [
         "history.png",
@@ -159,7 +163,7 @@ def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
     for name in ("pareto.png", "probe_map.png"):
         (tmp_path / name).symlink_to(tmp_path / "precious")
     optuna_figures.write_pngs(tmp_path, TRIALS, GOAL, [1])
-    probe_figures.write_pngs(tmp_path, MAP, [])
+    png_files.write_all(tmp_path, probe_figures.figures(MAP, []))
     assert (tmp_path / "precious").read_text() == "kept"
 
 
@@ -171,7 +175,8 @@ def test_time_against_cost_and_the_scaling_curve(tmp_path: Path) -> None:
         ScalingPoint(4, 300.0, 3.0, 0.75, is_predicted=True),
     )
     result = DeviceResult(3.6, found, {}, Scaling(64, points, 8))
-    cost, scaling = device_figures.interactive(result)
+    figures = device_figures.figures(result)
+    cost, scaling = figures["cost"], figures["scaling"]
     lines = {trace.name: trace for trace in cost.data}
     assert list(lines["Pareto front"].x) == [30.0, 100.0]
     sure = lines["confirmed, with 95 % intervals"]
@@ -180,6 +185,6 @@ def test_time_against_cost_and_the_scaling_curve(tmp_path: Path) -> None:
     assert list(lines["trials"].error_x.array) == [0.0]
     assert [trace.name for trace in scaling.data] == ["measured", "prediction", "100 % efficiency"]
     assert list(scaling.data[2].y) == [100.0, 400.0] and scaling.layout.xaxis.title.text
-    device_figures.write_pngs(tmp_path, result)
+    png_files.write_all(tmp_path, figures)
     assert {path.name for path in tmp_path.iterdir()} == {"cost.png", "scaling.png"}
-    assert device_figures.interactive(DeviceResult(None, [], {}, None)) == []
+    assert device_figures.figures(DeviceResult(None, [], {}, None)) == {}

@@ -16,7 +16,7 @@ from rankzero.tuning.probe import grid, probe_map, speed_knobs
 from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.probe.scaling import SCALING_COLUMNS, scaling
 from rankzero.tuning.probe.speed_knobs import EFFECT_COLUMNS, Effect
-from rankzero.tuning.reports import probe_figures
+from rankzero.tuning.reports import png_files, probe_figures
 from rankzero.tuning.space import settings_text
 
 _SHADES = ("grey30", "dark_red", "orange4", "gold3", "chartreuse4", "green3")  # slow to fast
@@ -43,10 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
                 arguments.silence_seconds,
             )
             measured, effects = probe.cells, probe.effects
-            figures = probe_figures.interactive(measured, effects)
+            figures = probe_figures.figures(measured, effects)
             study_run.write_probe(measured, effects)
-            study_run.write("probe_map.html", html_page.page("Probe map", figures))
-            probe_figures.write_pngs(study_run.folder.artifacts, measured, effects)
+            study_run.write("probe_map.html", html_page.page("Probe map", [*figures.values()]))
+            png_files.write_all(study_run.folder.artifacts, figures)
             peak = max(one.samples_per_second for one in measured)
             text = f"{_knee(measured, effects)}, {peak:,.0f} samples/s"
             curve = scaling(measured)

@@ -25,6 +25,8 @@ from optuna.trial import TrialState, create_trial
 
 from rankzero.experiment import Goal
 from rankzero.reporting.html_page import WIDE
+from rankzero.reporting.image_grids import plain_words
+from rankzero.tuning.reports import png_files
 from rankzero.tuning.space import BATCH_INDEX, FACTOR, PRECISION, SPEED
 from rankzero.tuning.trial import Trial
 
@@ -35,7 +37,6 @@ _VALUE = "value (less is better)"
 _BLUE, _GREEN, _GREY = "#1f77b4", "#2ca02c", "#999999"
 _COLOURS = {"Best Trial": "#d62728"}  # of the Pareto front
 _INCHES = {"history": (10.0, 5.0), "importance": (8.0, 3.5), "parallel": (11.0, 5.0)}
-_DOTS_PER_INCH = 120
 
 
 def interactive(trials: Sequence[Trial], goal: Goal, region: Sequence[int]) -> list[Any]:
@@ -81,14 +82,13 @@ def _recolour(figure: Any) -> None:
 
 def write_pngs(folder: Path, trials: Sequence[Trial], goal: Goal, region: Sequence[int]) -> None:
     """Write the same figures as PNGs: ``pareto.png``, ``history.png`` and so on."""
-    import matplotlib
     from matplotlib import pyplot
     from matplotlib.ticker import LogFormatter
     from optuna.visualization import matplotlib as library
 
     pyplot.switch_backend("agg")  # another one may look for a screen
-    # Optuna sets a style for the whole process. And a name such as a$b$ is no formula.
-    with _quiet(), matplotlib.rc_context({"text.parse_math": False}):
+    # Optuna sets a style for the whole process: `plain_words` brings back what was before.
+    with _quiet(), plain_words():
         for name, title, axes in _drawn_by(library, trials, goal):
             axes.set_title("")
             axes.set_title(title, loc="left")
@@ -101,9 +101,7 @@ def write_pngs(folder: Path, trials: Sequence[Trial], goal: Goal, region: Sequen
                     one.yaxis.set_major_formatter(LogFormatter())
                     one.yaxis.set_minor_formatter(LogFormatter())
             axes.figure.set_size_inches(_INCHES.get(name, (7.0, 5.0)))
-            path = folder / f"{name}.png"
-            path.unlink(missing_ok=True)  # a planted link would be followed
-            axes.figure.savefig(path, dpi=_DOTS_PER_INCH, bbox_inches="tight")
+            png_files.save(axes.figure, folder / f"{name}.png", bbox_inches="tight")
             pyplot.close(axes.figure)
 
 

@@ -25,7 +25,7 @@ from rankzero.scalars import shown
 from rankzero.tracking.run_log import RunLog
 from rankzero.tuning.next_trial import best_value
 from rankzero.tuning.probe.grid import ProbeResult
-from rankzero.tuning.probe.speed_knobs import EFFECT_COLUMNS, Effect
+from rankzero.tuning.probe.speed_knobs import Effect
 from rankzero.tuning.trial import Trial, Trials
 
 _RESULT_COLUMNS = ("trial", "state", "value", "seeds", "best", "samples_per_second")
@@ -161,11 +161,12 @@ class StudyRun:
         self.write("trials.csv", table.getvalue())
 
     def write_sweet_spot(self, experiment: Experiment, verdict: str, command: str) -> None:
-        """Write the best configuration, which the command trains, or remove it without one."""
+        """Write what the command trains, without secrets, or remove it without a command."""
         # An earlier session may have found one, with other challengers.
         (self.folder.artifacts / "sweet_spot.yaml").unlink(missing_ok=True)
         if command:
-            self.write("sweet_spot.yaml", sweet_spot_yaml(experiment, verdict, command))
+            settings = config.to_yaml(experiment, instead=blotted(config.rendered(experiment)))
+            self.write("sweet_spot.yaml", f"# {verdict}\n# Use it: {command}\n{settings}")
 
     def write_probe(self, measured: Sequence[ProbeResult], effects: Sequence[Effect]) -> None:
         """Write the probe map as a table, and the effects of knobs if there are any."""
@@ -212,17 +213,6 @@ def trials_markdown(trials: Sequence[Trial]) -> str:
     return markdown.table([*head, *own.values()], [texts_of(one, own) for one in ranked])
 
 
-def effects_markdown(effects: Sequence[Effect]) -> str:
-    """Return the effects of knobs as a Markdown table, or nothing without effects."""
-    return texts_markdown(EFFECT_COLUMNS, [one.row() for one in effects])
-
-
 def texts_markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return rows of texts as a Markdown table, or nothing without rows."""
     return f"{markdown.table(columns, rows)}\n\n" if rows else ""
-
-
-def sweet_spot_yaml(experiment: Experiment, verdict: str, command: str) -> str:
-    """Return a configuration as YAML, without secrets, with its evidence as comments."""
-    settings = config.to_yaml(experiment, instead=blotted(config.rendered(experiment)))
-    return f"# {verdict}\n# Use it: {command}\n{settings}"
