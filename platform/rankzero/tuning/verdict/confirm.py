@@ -159,8 +159,7 @@ def candidates_of(
     """Return the reference and the challengers. The reference must be among the trials."""
     confirmed = by_trial(stored)
     reference = reference_trial(trials, space)
-    if reference is None:
-        raise ValueError("no trial of the reference is complete")
+    assert reference is not None
     # Without challengers there was nothing to confirm, so the reference's trial is its only run.
     facts, value = reference.facts, reference.value if reference.feasible else None
     speed = facts.get("samples_per_second")
@@ -180,9 +179,8 @@ def _candidate(space: Space, trial: Trial, runs: Sequence[ConfirmationRun]) -> C
     devices = space.devices_of(trial.parameters)
     settings = {**flatten(space.experiment(trial.parameters)), DEVICES: devices}
     parameter_of = {"train.batch_size": BATCH_INDEX, "train.precision": PRECISION, "lr": FACTOR}
-    searched = space.parameters()
+    parameter_of[DEVICES], searched = DEVICES, space.parameters()
     keys = [key for key, name in parameter_of.items() if name in searched or key == "lr"]
     speed = space.speed if SPEED in trial.parameters else ()
-    keys += [DEVICES] if DEVICES in searched else []
     shown = {key: settings[key] for key in [*keys, *space.extras, *speed]}
     return Candidate(trial.number, shown, settings["train.batch_size"], tuple(runs), devices)

@@ -21,7 +21,7 @@ from rankzero.tuning.trial import Trial
 from rankzero.tuning.verdict.confirm import Stored, by_trial
 from rankzero.tuning.verdict.decide import costs_of
 
-COST_COLUMNS = ("trial", "devices", "seconds to target", "cost to target", "new seeds", "best for")
+_COLUMNS = ("trial", "devices", "seconds to target", "cost to target", "new seeds", "best for")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class PricedTrial:
 
     @property
     def row(self) -> list[str]:
-        """Return the texts of `COST_COLUMNS` but the last."""
+        """Return the texts of the table's columns but the last."""
         seconds, cost = (_interval(one, self.spread) for one in (self.seconds, self.cost))
         return [str(self.trial), str(self.devices), seconds, cost, str(self.seeds or "")]
 
@@ -54,11 +54,9 @@ def priced(
     target on half of the new seeds is left out.
     """
     runs_of = by_trial(stored)
-    confirmed = {number: costs_of(runs) for number, runs in runs_of.items()}
     logs = {
-        number: [math.log(max(cost, 1e-9)) for cost in costs]
-        for number, costs in confirmed.items()
-        if costs
+        number: [math.log(max(cost, 1e-9)) for cost in costs_of(runs)]
+        for number, runs in runs_of.items()
     }
     # Pooled, as for the verdict: three runs of one configuration hardly show the noise.
     reached = {
@@ -68,19 +66,20 @@ def priced(
     noise, freedom = pooled_deviation(list(reached.values()))
     found = []
     for trial in trials:
-        devices, own = space.devices_of(trial.parameters), logs.get(trial.number, [])
-        hourly = devices * price / 3600
+        own, half = logs.get(trial.number, []), math.nan
+        seconds = trial.value if trial.feasible and trial.number not in logs else None
         if own:
             seconds = math.exp(statistics.fmean(own))
             # A run that missed the target takes much longer.
             is_reliable = len(own) == len(reached[trial.number])
             deviation = noise if is_reliable else max(noise, statistics.stdev(own))
             half = student_t(freedom) * deviation / math.sqrt(len(own)) if freedom else math.nan
-            one = PricedTrial(trial.number, devices, seconds, seconds * hourly, len(own))
-            found.append(dataclasses.replace(one, spread=math.exp(half)))
-        elif trial.feasible and trial.value and trial.number not in confirmed:
-            seconds = trial.value
-            found.append(PricedTrial(trial.number, devices, seconds, seconds * hourly))
+        if seconds:
+            devices = space.devices_of(trial.parameters)
+            cost = seconds * devices * price / 3600
+            found.append(
+                PricedTrial(trial.number, devices, seconds, cost, len(own), math.exp(half))
+            )
     return found
 
 
@@ -142,7 +141,7 @@ class DeviceResult:
         ranked = sorted(shown.values(), key=time_and_cost)
         priced = [[*one.row, self._names(one)] for one in ranked]
         scaled = [one.row for one in self.curve.points] if self.curve else []
-        tables = ("cost.json", COST_COLUMNS, priced), ("scaling.json", SCALING_COLUMNS, scaled)
+        tables = ("cost.json", _COLUMNS, priced), ("scaling.json", SCALING_COLUMNS, scaled)
         return [table for table in tables if table[2]]
 
     def _names(self, wanted: PricedTrial) -> str:

@@ -118,8 +118,6 @@ class Verdict:
     or speeds, or a difference of qualities. Less than measured, because the best was lucky, too."""
     gain_low: float | None = None
     gain_high: float | None = None
-    nearest: int | None = None
-    """The challenger that `gain` belongs to."""
 
     @property
     def has_sweet_spot(self) -> bool:
@@ -152,24 +150,20 @@ def decide(
     ]
     winner = min(region, key=lambda one: (*_cost(one), scale.mean(one))) if better else reference
     nearest = winner if better else min(able, key=scale.mean, default=reference)
-    verdict = Verdict(
-        objective=objective,
-        reference=reference,
-        winner=winner,
-        beaten=bool(better),
-        region=tuple(sorted(one.trial for one in (region if better else [*region, reference]))),
-        noise=_gain(objective, scale.floor(reference, nearest)) - _gain(objective, 0.0),
-    )
-    if not able or not is_tested:
-        return verdict
-    # On other numbers of devices, one may be slower because it was chosen for its cost.
-    alike = [one for one in able if one.devices == nearest.devices]
-    gain, low, high = (
-        _gain(objective, effect)
-        for effect in scale.effect(reference, nearest, alike, _share_of_misses(able))
-    )
-    return dataclasses.replace(
-        verdict, gain=gain, gain_low=low, gain_high=high, nearest=nearest.trial
+    gains = list[float]()
+    if able and is_tested:
+        # On other numbers of devices, one may be slower because it was chosen for its cost.
+        alike = [one for one in able if one.devices == nearest.devices]
+        effects = scale.effect(reference, nearest, alike, _share_of_misses(able))
+        gains = [_gain(objective, one) for one in effects]
+    return Verdict(
+        objective,
+        reference,
+        winner,
+        bool(better),
+        tuple(sorted(one.trial for one in (region if better else [*region, reference]))),
+        _gain(objective, scale.floor(reference, nearest)) - _gain(objective, 0.0),
+        *gains,
     )
 
 

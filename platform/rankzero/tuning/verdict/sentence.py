@@ -113,15 +113,14 @@ def _confirmed(verdict: Verdict, disturbed: int, mixed: Sequence[int]) -> str:
 def _gains(verdict: Verdict) -> str:
     """Return what the winner gains: to the target, with the interval, and in samples/s."""
     text, gain, low, high = "", verdict.gain, verdict.gain_low, verdict.gain_high
-    if verdict.objective == "time-to-target" and gain is not None:
-        text = f"; {gain:.2g}x as fast"
+    what = "as fast"
+    if verdict.objective == "energy" and gain:
+        what = "the energy"
+        gain, low, high = 1 / gain, high and 1 / high, low and 1 / low
+    if verdict.objective in TO_TARGET and gain:
+        text = f"; {gain:.2g}x {what}"
         # With one run each, nothing is known of the noise.
         text += f" ({low:.2g} to {high:.2g})" if low and high and math.isfinite(high) else ""
-    if verdict.objective == "energy" and gain:
-        text = f"; {1 / gain:.2g}x the energy"
-        text += (
-            f" ({1 / high:.2g} to {1 / low:.2g})" if low and high and math.isfinite(high) else ""
-        )
     fast, slow = (
         median([run.samples_per_second for run in one.runs])
         for one in (verdict.winner, verdict.reference)
