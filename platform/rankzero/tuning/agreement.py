@@ -69,7 +69,7 @@ def agree_on_space(
     """
     if SPACE not in study.facts:
         if measured and options.sampler != "grid":
-            sizes = {one.batch_size for one in grid.fastest(measured)}
+            sizes = set(grid.fastest(measured))
             if BATCH in type(space.reference).search:
                 # The map leaves out small sizes, and those above its knee. They may be better.
                 unfit = min({one.batch_size for one in measured} - sizes, default=math.inf)

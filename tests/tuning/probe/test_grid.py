@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import pytest
+
 from rankzero.tuning.probe import grid
 from rankzero.tuning.probe.grid import HEADROOM, Cell, ProbeResult
 
@@ -80,12 +84,9 @@ def test_a_cell_that_kills_its_processes_ends_its_precision_only() -> None:
 
 
 def test_the_micro_batch_is_one_ranks_share() -> None:
-    assert [(one.batch_size, one.micro_batch) for one in measure_all(world_size=2, full=10.0)][
-        :2
-    ] == [
-        (16, 8),
-        (32, 16),
-    ]
+    first, second, *_ = measure_all(world_size=2, full=10.0)
+    assert (first.batch_size, first.micro_batch) == (16, 8)
+    assert (second.batch_size, second.micro_batch) == (32, 16)
 
 
 def test_each_rank_of_a_tensor_parallel_model_has_the_whole_batch() -> None:
@@ -102,31 +103,23 @@ def test_a_pipeline_measures_whole_batches_as_far_as_they_fit() -> None:
     assert following == Cell(16, 16, "bf16")
 
 
-def test_the_bound_of_a_cell() -> None:
-    assert (
-        ProbeResult(1, 1, "fp32", "ok", data_wait_fraction=0.5, communication_fraction=0.3).bound
-        == "data"
-    )
-    assert (
-        ProbeResult(1, 1, "fp32", "ok", data_wait_fraction=0.0, communication_fraction=0.3).bound
-        == "communication"
-    )
-    assert (
-        ProbeResult(1, 1, "fp32", "ok", data_wait_fraction=0.05, communication_fraction=0.1).bound
-        == "compute"
-    )
+@pytest.mark.parametrize(
+    ("data", "gradients", "bound"),
+    [(0.5, 0.3, "data"), (0.0, 0.3, "communication"), (0.05, 0.1, "compute")],
+)
+def test_the_bound_of_a_cell(data: float, gradients: float, bound: str) -> None:
+    waits = {"data_wait_fraction": data, "communication_fraction": gradients}
+    assert grid.parse({**vars(measure_all()[0]), **waits}).bound == bound
 
 
 def test_a_slow_precision_is_not_worth_searching() -> None:
     slow = [ProbeResult(size, size, "bf16", "ok", 10.0) for size in (16, 32)]
     fast = [ProbeResult(size, size, "fp32", "ok", 100.0) for size in (16, 32)]
     assert grid.worth_searching([*fast, *slow], ("fp32", "bf16")) == ["fp32"]
-    assert [one.precision for one in grid.fastest([*slow, *fast])] == ["fp32", "fp32"]
+    assert [one.precision for one in grid.fastest([*slow, *fast]).values()] == ["fp32", "fp32"]
 
 
 def test_a_measurement_comes_back_from_its_file() -> None:
-    import dataclasses
-
     one = measure_all()[0]
     assert grid.parse({**dataclasses.asdict(one), "new in a later version": 1}) == one
     old = {"batch_size": 16, "micro_batch": 16, "precision": "fp32", "status": "ok"}

@@ -156,27 +156,28 @@ def row_names(measured: Sequence[ProbeResult]) -> list[str]:
     return [row_name(one.devices, one.precision) if several else one.precision for one in measured]
 
 
-def fastest(measured: Sequence[ProbeResult]) -> list[ProbeResult]:
-    """Return the cell with the most samples/s of every batch size, by batch size."""
+def fastest(measured: Sequence[ProbeResult]) -> dict[int, ProbeResult]:
+    """Return the cell with the most samples/s of every batch size, the smallest size first."""
     able = (one for one in measured if one.status == "ok")
     # A later cell replaces an earlier one of its batch size, so the fastest stays.
     best = {one.batch_size: one for one in sorted(able, key=lambda one: one.samples_per_second)}
-    return [best[size] for size in sorted(best)]
+    return dict(sorted(best.items()))
 
 
 def knee(measured: Sequence[ProbeResult]) -> ProbeResult | None:
     """Return the smallest batch within 5 % of the highest speed, or None without a measurement."""
-    frontier = fastest(measured)
+    frontier = fastest(measured).values()
     peak = max((one.samples_per_second for one in frontier), default=0.0)
     return next((one for one in frontier if one.samples_per_second >= (1 - _GAIN) * peak), None)
 
 
 def worth_searching(measured: Sequence[ProbeResult], precisions: Sequence[str]) -> list[str]:
     """Return the precisions that come within 10 % of the fastest at some batch size."""
-    peaks = {one.batch_size: one.samples_per_second for one in fastest(measured)}
+    best = fastest(measured)
     near = {
         one.precision
         for one in measured
-        if one.status == "ok" and one.samples_per_second >= 0.9 * peaks[one.batch_size]
+        if one.status == "ok"
+        and one.samples_per_second >= 0.9 * best[one.batch_size].samples_per_second
     }
     return [name for name in precisions if name in near]

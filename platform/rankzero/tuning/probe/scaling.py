@@ -88,18 +88,12 @@ def scaling(measured: Sequence[ProbeResult]) -> Scaling | None:
     """
     counts = sorted({one.devices for one in measured})
     measured = [one for one in measured if one.relative_half_width <= _SURE]
-    fastest = [
-        {
-            one.batch_size: one
-            for one in grid.fastest([cell for cell in measured if cell.devices == count])
-        }
-        for count in counts
-    ]
-    common = set[int]().union(*fastest).intersection(*fastest)
+    fastest = {n: grid.fastest([one for one in measured if one.devices == n]) for n in counts}
+    common = set[int]().union(*fastest.values()).intersection(*fastest.values())
     if len(counts) < 2 or not common:
         return None
     size = max(common)
-    cells = dict(zip(counts, (found[size] for found in fastest), strict=True))
+    cells = {count: found[size] for count, found in fastest.items()}
     factors = fitted({count: size / one.samples_per_second for count, one in cells.items()})
     first, most = counts[0], counts[-1]
 
