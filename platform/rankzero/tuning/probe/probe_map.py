@@ -147,7 +147,7 @@ def _measure_on(
         reason = first.reason if first else f"see {request.results}"
         where = devices_text(described.processes)
         raise RunFailed(f"no batch size could be measured on {where}: {reason}")
-    effects = speed_knobs.effects(request.knobs, request.subject, knee, known)
+    _, effects = speed_knobs.replay(request.knobs, request.subject, knee, known)
     for effect in effects:
         name, gain, interval, decision = effect.row()
         notify(f"knob   {name:20} {gain:>8}  {interval and f'({interval})'}  {decision}")

@@ -92,12 +92,8 @@ class Effect:
         return [self.name, gain, interval, decision]
 
 
-def values(knobs: Sequence[str], subject: Subject, knee: ProbeResult) -> list[Value]:
-    """Return the values to try at the knee, at least one for each knob, the cheapest first."""
-    return [value for knob in knobs for value in _values_of(knob, subject, knee)]
-
-
-def _values_of(knob: str, subject: Subject, knee: ProbeResult) -> list[Value]:
+def values(knob: str, subject: Subject, knee: ProbeResult) -> list[Value]:
+    """Return the values of a knob to try at the knee, at least one, the cheapest first."""
     key, train, found = f"train.{knob}", subject.train, list[Any]()
     share = knee.batch_size // ranks.shards(train.strategy, subject.described.processes)
     if reason := _refusal(knob, subject, knee):
@@ -151,34 +147,17 @@ def _workers(subject: Subject, knee: ProbeResult) -> list[int]:
     return found
 
 
-def next_cell(
-    knobs: Sequence[str], subject: Subject, knee: ProbeResult, measured: Sequence[ProbeResult]
-) -> Cell | None:
-    """Return the next cell to measure, or None if all knobs are decided."""
-    wanted, plan, _ = _replay(knobs, subject, knee, measured)
-    if wanted is None:
-        return None
-    return Cell(knee.batch_size, knee.micro_batch, knee.precision, wanted, plan)
-
-
-def effects(
-    knobs: Sequence[str], subject: Subject, knee: ProbeResult, measured: Sequence[ProbeResult]
-) -> list[Effect]:
-    """Return the effect of each value, in the order of `values`."""
-    return _replay(knobs, subject, knee, measured)[2]
-
-
 def decided(found: Sequence[Effect]) -> dict[str, Any]:
     """Return the settings that were kept."""
     kept = (one for one in found if one.decision == "kept")
     return {key: value for one in kept for key, value in one.settings.items()}
 
 
-def _replay(
+def replay(
     knobs: Sequence[str], subject: Subject, knee: ProbeResult, measured: Sequence[ProbeResult]
-) -> tuple[dict[str, Any] | None, str, list[Effect]]:
-    """Return the settings to measure next, the plan's digest, and the effects once all is done."""
-    tried = values(knobs, subject, knee)
+) -> tuple[Cell | None, list[Effect]]:
+    """Return the next cell to measure, or None and the effect of each of the knobs' values."""
+    tried = [value for knob in knobs for value in values(knob, subject, knee)]
     what = (_PLAN, knee.batch_size, knee.micro_batch, knee.precision, tried)
     plan = hashlib.sha256(repr(what).encode()).hexdigest()[:8]
     run_seconds = subject.run_samples / knee.samples_per_second
@@ -194,8 +173,8 @@ def _replay(
                 del left[: found[0]]
             wanted = steps.send(block)
     except StopIteration as end:
-        return None, plan, end.value
-    return dict(wanted), plan, []
+        return None, end.value
+    return Cell(knee.batch_size, knee.micro_batch, knee.precision, dict(wanted), plan), []
 
 
 _Blocks = tuple[ProbeResult, ProbeResult, ProbeResult]  # without a value, with it, without it

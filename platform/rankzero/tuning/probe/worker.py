@@ -73,7 +73,7 @@ class ProbeRequest:
         knee = grid.knee(cells)
         if cell is not None or knee is None:
             return cell
-        return speed_knobs.next_cell(self.knobs, self.subject, knee, measured)
+        return speed_knobs.replay(self.knobs, self.subject, knee, measured)[0]
 
     def append(self, fields: dict[str, Any]) -> None:
         """Append a line to the results."""
