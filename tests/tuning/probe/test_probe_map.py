@@ -16,7 +16,7 @@ from rankzero.experiment import Experiment
 from rankzero.launch import failures
 from rankzero.launch.failures import Failure, FailureKind
 from rankzero.tuning.probe import grid, probe_map
-from rankzero.tuning.probe.grid import ProbeResult
+from rankzero.tuning.probe.grid import Cell, ProbeResult
 from rankzero.tuning.probe.worker import ProbeRequest
 from rankzero.tuning.space import make_space
 from rankzero.tuning.trials.describe import ExperimentDescription
@@ -76,31 +76,44 @@ class MeasuringHost:
         while cell := request.next_cell(known):
             fields = dataclasses.asdict(cell)
             request.append({"begun": fields})
-            if self.losses and cell.batch_size == 256:
-                self.losses, self.was_lost = self.losses - 1, True
+            if self.ends_at(cell, request):
                 return
-            known.append(ProbeResult(**fields, status="ok", samples_per_second=cell.batch_size))
+            fields |= {"status": "ok", "samples_per_second": float(cell.batch_size)}
+            known.append(ProbeResult(**fields, memory_limit_bytes=2**30))
             request.append(dataclasses.asdict(known[-1]))
             self.measured.append((cell.batch_size, cell.precision))
+
+    def ends_at(self, cell: Cell, _request: ProbeRequest) -> bool:
+        """Return whether the processes end before they have measured this cell."""
+        self.was_lost = self.losses > 0 and cell.batch_size == 256
+        self.losses -= self.was_lost
+        return self.was_lost
 
     def has_ended(self, _: float) -> bool:
         return True
 
 
-def measured_with(host: object, folder: Path, lines: list[str]) -> list[ProbeResult]:
-    return probe_map.measure(
-        SPACE, DESCRIBED, "", folder, cast("Any", host), lines.append, 0.0
-    ).cells
+def measured_with(
+    host: object,
+    folder: Path,
+    lines: list[str] | None = None,
+    described: ExperimentDescription = DESCRIBED,
+    *,
+    retries: bool = True,
+) -> list[ProbeResult]:
+    notify = [] if lines is None else lines
+    given = SPACE, described, "", folder, cast("Any", host), notify.append, 0.0
+    return probe_map.measure(*given, retries=retries).cells
 
 
 def test_a_later_command_measures_failed_cells_again_and_no_others(tmp_path: Path) -> None:
     with pytest.raises(RunFailed):
-        measured_with(HangingHost(), tmp_path, [])
+        measured_with(HangingHost(), tmp_path)
     host = MeasuringHost()
-    whole = measured_with(host, tmp_path, [])
+    whole = measured_with(host, tmp_path)
     assert {one.status for one in whole} == {"ok"} and len(host.measured) == len(whole)
     again = MeasuringHost()
-    assert measured_with(again, tmp_path, []) == whole and not again.measured
+    assert measured_with(again, tmp_path) == whole and not again.measured
 
 
 class FullHost(MeasuringHost):
@@ -108,25 +121,14 @@ class FullHost(MeasuringHost):
 
     def __init__(self, kind: FailureKind) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind, self.full = kind, list[str]()
 
-    def run(self, _entry: object, _topology: object, request: ProbeRequest, *_: Path) -> None:
-        known = list(request.known)
-        while cell := request.next_cell(known):
-            fields = dataclasses.asdict(cell)
-            request.append({"begun": fields})
-            self.measured.append((cell.batch_size, cell.precision))
-            if cell.batch_size == max(SPACE.batch_sizes):
-                failure = Failure(time.time(), 0, "full", "", self.kind)
-                failures.write(failure, request.failures)
-                return
-            speed, limit = float(cell.batch_size), 2**30
-            known.append(
-                ProbeResult(
-                    **fields, status="ok", samples_per_second=speed, memory_limit_bytes=limit
-                )
-            )
-            request.append(dataclasses.asdict(known[-1]))
+    def ends_at(self, cell: Cell, request: ProbeRequest) -> bool:
+        is_full = cell.batch_size == max(SPACE.batch_sizes)
+        if is_full:
+            self.full.append(cell.precision)
+            failures.write(Failure(time.time(), 0, "full", "", self.kind), request.failures)
+        return is_full
 
 
 @pytest.mark.parametrize(
@@ -139,36 +141,34 @@ class FullHost(MeasuringHost):
 def test_a_lack_of_a_gpus_memory_that_ended_the_processes_is_kept(
     tmp_path: Path, kind: FailureKind, again: list[str]
 ) -> None:
-    whole = measured_with(FullHost(kind), tmp_path, [])
+    whole = measured_with(FullHost(kind), tmp_path)
     assert {one.status for one in whole} == {"ok", "out of memory"}
     later = FullHost(kind)
-    measured_with(later, tmp_path, [])
-    assert [precision for _, precision in later.measured] == again
+    measured_with(later, tmp_path)
+    assert (later.full, later.measured) == (again, [])
 
 
 def test_a_study_that_has_its_space_measures_no_failed_cell_again(tmp_path: Path) -> None:
     def resumed() -> list[tuple[int, str]]:
         host = MeasuringHost()
-        given = SPACE, DESCRIBED, "", tmp_path, cast("Any", host), lambda _: None, 0.0
-        probe_map.measure(*given, retries=False)
+        measured_with(host, tmp_path, retries=False)
         return host.measured
 
     with pytest.raises(RunFailed):
-        measured_with(HangingHost(), tmp_path, [])
+        measured_with(HangingHost(), tmp_path)
     assert resumed(), "a map without a speed is of no use"
     for path in tmp_path.glob("probes/*.jsonl"):
         path.unlink()
-    measured_with(MeasuringHost(losses=2), tmp_path, [])
+    measured_with(MeasuringHost(losses=2), tmp_path)
     assert resumed() == []
 
 
 def test_a_failure_that_was_measured_again_does_not_count(tmp_path: Path) -> None:
-    whole = measured_with(MeasuringHost(losses=2), tmp_path, [])
+    whole = measured_with(MeasuringHost(losses=2), tmp_path)
     assert "failed" in {one.status for one in whole}
-    mended = measured_with(MeasuringHost(), tmp_path, [])
+    mended = measured_with(MeasuringHost(), tmp_path)
     assert {one.status for one in mended} == {"ok"}
-    given = SPACE, DESCRIBED, "", tmp_path, cast("Any", MeasuringHost()), lambda _: None, 0.0
-    assert probe_map.measure(*given, retries=False).cells == mended
+    assert measured_with(MeasuringHost(), tmp_path, retries=False) == mended
 
 
 def test_a_lack_of_memory_is_kept_if_the_device_has_a_limit() -> None:
@@ -192,7 +192,7 @@ def test_one_search_at_a_time_measures_a_map(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=measured_with, args=(second, tmp_path, told))
     first = Meanwhile()
-    measured_with(first, tmp_path, [])
+    measured_with(first, tmp_path)
     thread.join()
     assert first.measured and not second.measured
     assert told == ["probe  another search measures this map: waiting"]
@@ -213,7 +213,7 @@ def test_a_cell_whose_host_is_lost_is_measured_once_again(
 def test_a_cell_that_hangs_is_killed_and_the_next_one_measured(tmp_path: Path) -> None:
     host, lines = HangingHost(), list[str]()
     with pytest.raises(RunFailed, match=r"on 1 device: no result for 0 s \(--silence-seconds\)"):
-        probe_map.measure(SPACE, DESCRIBED, "", tmp_path, cast("Any", host), lines.append, 0.0)
+        measured_with(host, tmp_path, lines)
     assert set(host.signals) == {signal.SIGQUIT} and len(host.requests) > 1
     assert lines and all("failed: no result for 0 s" in line for line in lines)
     assert len({line.split("failed")[0] for line in lines}) == len(lines), "a cell was tried twice"
@@ -260,6 +260,6 @@ def test_a_map_belongs_to_its_processor_its_share_of_the_cores_and_its_code(tmp_
         # A known map has no cell left, so each is measured below a folder of its own.
         with pytest.raises(RunFailed):
             folder = tmp_path / str(len(maps))
-            probe_map.measure(SPACE, described, "", folder, cast("Any", host), lambda _: None, 0.0)
+            measured_with(host, folder, described=described)
         maps.append(host.requests[0].results.relative_to(folder))
     assert len(set(maps)) == 4 and maps[1] == maps[4]

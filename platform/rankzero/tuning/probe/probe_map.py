@@ -97,55 +97,48 @@ def measure(
     search decides the knobs of speed there, for all numbers of devices. `retries`: whether cells
     that failed in earlier commands are measured again. They are if the map is of no use without.
     """
-    found = Probe()
+    found, results = Probe(), root / "probes"
+    results.mkdir(parents=True, exist_ok=True)
+    measure_once = functools.partial(_measure_once, host, notify, silence_seconds)
     for count in space.devices:
-        one = dataclasses.replace(described, processes=count)
-        knobs = space.knobs if count == max(space.devices) else ()
         if len(space.devices) > 1:
             notify(f"probe  on {devices_text(count)}")
-        probe = _measure_on(
-            dataclasses.replace(space, knobs=knobs),
-            one,
-            experiment_file,
-            root,
-            functools.partial(_measure_once, host, notify, silence_seconds),
-            notify,
-            retries,
-        )
+        one = dataclasses.replace(described, processes=count)
+        request = _request(space, one, experiment_file, results)
+        with _alone(request.results, notify):
+            known = _complete(request, measure_once, retries)
+        probe = _result(request, known, notify)
         found.cells.extend(dataclasses.replace(cell, devices=count) for cell in probe.cells)
         found.effects.extend(probe.effects)
     return found
 
 
-def _measure_on(
-    space: Space,
-    described: ExperimentDescription,
-    experiment_file: str,
-    root: Path,
-    measure_once: Callable[[ProbeRequest], None],
-    notify: Callable[[str], None],
-    retries: bool,
-) -> Probe:
-    """Measure on the described number of processes."""
+def _request(
+    space: Space, described: ExperimentDescription, experiment_file: str, results: Path
+) -> ProbeRequest:
+    """Return the request for the described number of processes."""
     train = space.reference.train
-    request = ProbeRequest(
+    return ProbeRequest(
         experiment_file=experiment_file,
         config=config.to_yaml(space.reference),
         batch_sizes=tuple(one for one in space.batch_sizes if one * _BELOW >= train.batch_size),
         precisions=space.precisions,
-        knobs=space.knobs,
+        knobs=space.knobs if described.processes == max(space.devices) else (),
         subject=Subject(train, described),
-        results=root / "probes" / f"{_key(space.reference, described)}.jsonl",
+        results=results / f"{_key(space.reference, described)}.jsonl",
     )
-    request.results.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(request.results, notify):
-        known = _complete(request, measure_once, retries)
+
+
+def _result(
+    request: ProbeRequest, known: Sequence[ProbeResult], notify: Callable[[str], None]
+) -> Probe:
+    """Return what is known on one number of devices. Raises RunFailed without a single speed."""
     cells = request.cells(known)
     if (knee := grid.knee(cells)) is None:
         # All cells fail for the same reason then, such as an error in the user's code.
         first = failures.first(request.failures)
         reason = first.reason if first else f"see {request.results}"
-        where = devices_text(described.processes)
+        where = devices_text(request.subject.described.processes)
         raise RunFailed(f"no batch size could be measured on {where}: {reason}")
     _, effects = speed_knobs.replay(request.knobs, request.subject, knee, known)
     for effect in effects:
