@@ -176,7 +176,7 @@ def _measure(
     batches = job.train_loader.train_batches(job.batch_order, job.strategy.shard.rank, 0, _ENDLESS)
     state.model.train()
     _window(job, state, batches, 1)
-    setup_seconds = _slowest(world, time.perf_counter() - began)
+    (setup_seconds,) = _worst(world, time.perf_counter() - began)
     # Nothing beats here, so it ends nothing.
     watchdog = Watchdog(_WATCH_MINUTES, world.ranks.rank, (), setup_seconds=math.inf)
     with watchdog.watching():
@@ -185,8 +185,8 @@ def _measure(
     seconds = steady.mean / steps
     local = _local_seconds(job, state, batches, steps) if world.is_distributed else None
     # An allocator that freed its cache was slow because the memory was full.
-    mine = torch.tensor([_alloc_retries() - retries, torch.cuda.max_memory_reserved()])
-    thrashed, memory = world.gather(mine).amax(dim=0).tolist()
+    peak = torch.cuda.max_memory_reserved()
+    thrashed, memory = _worst(world, _alloc_retries() - retries, peak)
     samples = job.batch_order.mean_batch_size
     return ProbeResult(
         **dataclasses.asdict(cell),
@@ -197,9 +197,9 @@ def _measure(
         step_seconds=seconds,
         data_wait_fraction=waits / seconds,
         communication_fraction=0.0 if local is None else max(0.0, 1 - local / seconds),
-        memory_bytes=memory or None,
+        memory_bytes=int(memory) or None,
         memory_limit_bytes=_memory_limit(world),
-        seconds=_slowest(world, time.perf_counter() - began),
+        seconds=_worst(world, time.perf_counter() - began)[0],
         setup_seconds=setup_seconds,
     )
 
@@ -242,29 +242,24 @@ def _local_seconds(
     return min(_window(alone, state, batches, steps)[0] for _ in range(_LOCAL_WINDOWS)) / steps
 
 
-def _window(
-    job: TrainingContext, state: State, batches: Iterator[Any], steps: int
-) -> tuple[float, float, float]:
+def _window(job: TrainingContext, state: State, batches: Iterator[Any], steps: int) -> list[float]:
     """Take some steps; return the slowest rank's seconds, and its wait for data. Collective.
 
     The third number: for how long a rank was suspended meanwhile, at least.
     """
-    import torch
-
     from rankzero.training.step import timed_steps
 
     before = job.suspended()
     taken = timed_steps(job, state, batches, steps)
-    mine = torch.tensor([*taken, job.suspended() - before], dtype=torch.float64)
-    seconds, data_wait, suspended = job.world.gather(mine).amax(dim=0).tolist()
-    return seconds, data_wait, suspended
+    return _worst(job.world, *taken, job.suspended() - before)
 
 
-def _slowest(world: World, seconds: float) -> float:
-    """Return the slowest rank's: all ranks decide by it what to measure next. Collective."""
+def _worst(world: World, *mine: float) -> list[float]:
+    """Return the largest of each number over all ranks, which decide by it alike. Collective."""
     import torch
 
-    return float(world.gather(torch.tensor([seconds], dtype=torch.float64)).max())
+    gathered = world.gather(torch.tensor(mine, dtype=torch.float64))
+    return [float(largest) for largest in gathered.amax(dim=0)]
 
 
 def _alloc_retries() -> int:
