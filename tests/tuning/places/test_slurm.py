@@ -87,6 +87,16 @@ def test_a_file_of_the_current_folder_hides_no_module_from_an_actor(
         assert node.read() == b"theirs" and node.end()[0] == 0
 
 
+def test_nested_numbers_of_threads_keep_no_actor_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "8,2")
+    node, words = ray_actor.Node(), "import os; print(os.environ['OMP_NUM_THREADS'], end='')"
+    node.start(str(tmp_path), {}, 2, ["-c", words])
+    with node._process, node._errors:
+        assert node.read() == b"4" and node.end()[0] == 0
+
+
 def test_other_numbers_of_tasks_than_the_trials_are_refused() -> None:
     words = [sys.executable, "-P", "-m", "rankzero.tuning.places.node", "--machines=1", "--slurm"]
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}

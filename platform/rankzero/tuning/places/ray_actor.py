@@ -93,8 +93,8 @@ class Node:
         trains = NODE not in words
         setpriv = shutil.which("setpriv") if trains else None
         prefix = () if setpriv is None else (setpriv, "--pdeathsig", "TERM")
-        # Ray sets it for one process with all the actor's processors.
-        threads = max(1, int(os.environ.get(_THREADS, "1")) // processes)
+        # Ray sets it for one process with all the actor's processors. A user's may be a list.
+        threads = max(1, int(os.environ.get(_THREADS, "1").partition(",")[0]) // processes)
         own = {_THREADS: environ.get(_THREADS, str(threads))}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - It lives as long as the node.
         self._process = subprocess.Popen(
