@@ -39,7 +39,7 @@ _SIGNAL_SECONDS = 0.5
 _PATIENCE_SECONDS = 5.0
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _NO_FAILURES = (FINISHED, NOT_DELIVERED, RESUMABLE)
-NODE = "rankzero.tuning.places.node"
+_NODE = "rankzero.tuning.places.node"
 _THREADS = "OMP_NUM_THREADS"
 # Ray gives the actor some of its machine's GPUs. Those of the search's machine are others.
 _OF_ONE_MACHINE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -90,7 +90,7 @@ class Node:
 
         A training shows its errors, and stops if the actor is killed.
         """
-        trains = NODE not in words
+        trains = _NODE not in words
         setpriv = shutil.which("setpriv") if trains else None
         prefix = () if setpriv is None else (setpriv, "--pdeathsig", "TERM")
         # Ray sets it for one process with all the actor's processors. A user's may be a list.
@@ -102,7 +102,6 @@ class Node:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT if trains else self._errors,
-            bufsize=0,
             cwd=folder if Path(folder).is_dir() else None,
             env={**environ, **os.environ, **own},
         )
@@ -110,9 +109,8 @@ class Node:
     def write(self, content: bytes) -> None:
         """Pass a part of the search's messages on; nothing: its end."""
         assert self._process.stdin is not None
-        left = memoryview(content)
-        while left:
-            left = left[os.write(self._process.stdin.fileno(), left) :]
+        self._process.stdin.write(content)
+        self._process.stdin.flush()
         if not content:
             self._process.stdin.close()
 
@@ -200,13 +198,15 @@ def _start(ray: Any, arguments: argparse.Namespace) -> list[Any]:
     chosen: dict[str, Any] = {"num_cpus": processes, "max_restarts": 0, "max_concurrency": 2}
     if ray.cluster_resources().get("GPU"):
         chosen["num_gpus"] = processes
-    given = config.parse_assignments(arguments.options)
-    chosen.update((name, _value(text)) for name, text in given.items())
+    for name, text in config.parse_assignments(arguments.options).items():
+        chosen[name] = text
+        with contextlib.suppress(ValueError):
+            chosen[name] = json.loads(text)
     places: list[dict[str, Any]] = [{}] if count == 1 else _machines(ray, chosen, count)
     nodes = [ray.remote(Node).options(**chosen, **place).remote() for place in places]
     first, job = ray.get(nodes[0].address.remote()), secrets.token_hex(8)
     own = {name: text for name, text in os.environ.items() if name not in _OF_ONE_MACHINE}
-    words = [*arguments.training] or ["-m", NODE, f"--machines={count}", "--first", first]
+    words = [*arguments.training] or ["-m", _NODE, f"--machines={count}", "--first", first]
     if "train" in arguments.training[:3] and count == 1:
         words += ["--nnodes", "1"]  # Variables of Slurm that the actor has mean other machines.
     elif arguments.training and count > 1:
@@ -243,13 +243,6 @@ def _machines(ray: Any, chosen: Mapping[str, Any], count: int) -> list[dict[str,
         }
         for number in range(count)
     ]
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _pass_on(get: Callable[[Any], None], nodes: Sequence[Any]) -> None:
