@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from random import Random
 
 import pytest
@@ -16,6 +17,14 @@ from hypothesis import strategies as st
 from rankzero.tuning.places.messages import Change, Lines, Message
 
 CHANGES = st.builds(Change, st.text(), st.integers(0), st.binary(max_size=3000))
+
+
+@contextlib.contextmanager
+def pipe() -> Iterator[tuple[int, int]]:
+    """Yield the two ends of a pipe: the one to read from, and the one to write to."""
+    reading, writing = os.pipe()
+    with os.fdopen(reading), os.fdopen(writing, "wb"):
+        yield reading, writing
 
 
 def arrived(lines: Lines, count: int) -> list[Message]:
@@ -29,32 +38,24 @@ def arrived(lines: Lines, count: int) -> list[Message]:
 def test_messages_arrive_in_order_between_words_of_other_programs(
     sent: list[Change], words: bytes
 ) -> None:
-    reading, writing = os.pipe()
-    try:
+    with pipe() as (reading, writing):
         lines = Lines(reading, writing)
         for one in sent:
             os.write(writing, words)
             lines.send(one)
         assert arrived(lines, len(sent)) == sent and list(lines.receive()) == []
-    finally:
-        os.close(reading)
-        os.close(writing)
 
 
 @given(CHANGES, st.integers(1, 50))
 def test_a_line_that_arrives_in_parts_is_one_message(sent: Change, part: int) -> None:
-    to_middle, middle = os.pipe(), os.pipe()
-    try:
-        Lines(-1, to_middle[1]).send(sent)
-        content = os.read(to_middle[0], 1 << 16)
-        lines, found = Lines(middle[0], -1), list[Message]()
+    with pipe() as (reading, writing):
+        lines, found = Lines(reading, writing), list[Message]()
+        lines.send(sent)
+        content = os.read(reading, 1 << 16)
         for begin in range(0, len(content), max(part, len(content) // 20)):
-            os.write(middle[1], content[begin : begin + max(part, len(content) // 20)])
+            os.write(writing, content[begin : begin + max(part, len(content) // 20)])
             found += lines.receive()
         assert found == [sent]
-    finally:
-        for one in (*to_middle, *middle):
-            os.close(one)
 
 
 @given(st.lists(st.integers(0, 3000), max_size=6), st.randoms(use_true_random=True))
@@ -82,8 +83,7 @@ def test_lines_of_two_machines_may_mix(sizes: list[int], random: Random) -> None
 
 
 def test_a_part_of_a_message_is_none_yet() -> None:
-    reading, writing = os.pipe()
-    try:
+    with pipe() as (reading, writing):
         lines, sent = Lines(reading, writing), Change("x", 0, bytes(1 << 14))
         lines.send(sent)
         content = os.read(reading, 1 << 16)
@@ -93,9 +93,6 @@ def test_a_part_of_a_message_is_none_yet() -> None:
         timer.start()
         assert lines.receive(None) == [sent]
         timer.join()
-    finally:
-        os.close(reading)
-        os.close(writing)
 
 
 def test_long_messages_take_time_in_proportion() -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rankzero.launch.agent import Topology
+from rankzero.tuning.trials.describe import ExperimentDescription, Question
 
 # Other lines are the words of a cluster's own programs.
 _MARK = b"rankzero:"
@@ -37,7 +38,6 @@ _MORE, _LAST = b"+", b"."
 class Start:
     """The search's first message."""
 
-    version: str
     libraries: tuple[str, ...]
 
 
@@ -47,21 +47,6 @@ class Started:
 
     machine: str
     version: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Describe:
-    """A request to read the user's experiment; `Answer` follows."""
-
-    reference: str
-    given: tuple[Any, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """The description of an experiment, or the error of reading it."""
-
-    value: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +88,9 @@ class Ended:
     was_lost: bool
 
 
-Message = Start | Started | Describe | Answer | Run | Signal | Change | Ended
+# A question gets a description or an error.
+_Answer = ExperimentDescription | Exception
+Message = Start | Started | Question | _Answer | Run | Signal | Change | Ended
 
 
 class Lines:
@@ -119,13 +106,10 @@ class Lines:
     def send(self, message: Message) -> None:
         """Write a message; wait until the other end has room. Raises OSError without one."""
         text = base64.b64encode(pickle.dumps(message))
-        parts = [text[begin : begin + _PART_BYTES] for begin in range(0, len(text), _PART_BYTES)]
-        kinds = [*[_MORE] * (len(parts) - 1), _LAST]
-        lines = [
-            b"%s%d:%s%s\n" % (_MARK, self._number, kind, part)
-            for kind, part in zip(kinds, parts, strict=True)
-        ]
-        left = memoryview(b"".join(lines))
+        begins, head = range(0, len(text), _PART_BYTES), b"%s%d:" % (_MARK, self._number)
+        *others, last = (text[begin : begin + _PART_BYTES] for begin in begins)
+        lines = [*(_MORE + part for part in others), _LAST + last]
+        left = memoryview(b"".join(head + line + b"\n" for line in lines))
         while left:
             left = left[os.write(self._writing, left) :]
 

@@ -19,7 +19,6 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from importlib.metadata import version
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -34,19 +33,9 @@ from rankzero.launch.request import JobRequest
 from rankzero.run_store import run_locks
 from rankzero.run_store.folder import RunFolder
 from rankzero.tuning.places import mirror
-from rankzero.tuning.places.messages import (
-    Answer,
-    Describe,
-    Ended,
-    Lines,
-    Message,
-    Run,
-    Signal,
-    Start,
-    Started,
-)
+from rankzero.tuning.places.messages import Ended, Lines, Message, Run, Signal, Start, Started
 from rankzero.tuning.places.mirror import Mirror
-from rankzero.tuning.trials.describe import Question
+from rankzero.tuning.trials.describe import ExperimentDescription, Question
 from rankzero.tuning.trials.host_process import LocalHost
 from rankzero.tuning.trials.launcher import await_end
 
@@ -88,9 +77,9 @@ class _Node:
 
     def do(self, message: Message) -> None:
         """Do what one message asks for."""
-        if isinstance(message, Describe):
+        if isinstance(message, Question):
             if self._step.number == 0:
-                self._lines.send(Answer(self._described(message)))
+                self._lines.send(self._described(message))
         elif isinstance(message, Run):
             folder = self._folder / message.folder.name
             logs = message.logs.relative_to(message.folder)
@@ -121,17 +110,16 @@ class _Node:
             asked, processes=asked.processes // all_machines.most, machines=here
         )
 
-    def _described(self, message: Describe) -> Any:
+    def _described(self, asked: Question) -> ExperimentDescription | Exception:
         try:
-            experiment_file.split(message.reference)
+            experiment_file.split(asked.reference)
         except UserError as error:
             return UserError(
                 f"on {socket.gethostname()}: {error}. Keep the project on a disk that all machines "
                 "share, or at the same path on each"
             )
         try:
-            asked = (message.reference, *message.given, self._step.machines.most)
-            return self._host.describe(Question(*asked))
+            return self._host.describe(asked)
         except (UserError, RunFailed) as error:
             return error
 
@@ -179,20 +167,17 @@ def _step() -> Step:
                 f"{given.count}: leave out -n and -N, and give --nnodes"
             )
         return machines.of_slurm(os.environ) or Step(ALONE, 0)
-    if given.count == 1:
-        return Step(ALONE, 0)
     return Step(Machines(given.count, given.count, given.first, given.job, None), given.number)
 
 
-@contextlib.contextmanager
-def _connection(number: int) -> Iterator[Lines]:
-    """Yield this process's standard input and output. Nobody else gets them from now on."""
+def _connection(number: int) -> Lines:
+    """Return this process's standard input and output. Nobody else gets them from now on."""
     reading, writing = os.dup(0), os.dup(1)
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     # Output of the user's code is no message.
     os.dup2(2, 1)
-    yield Lines(reading, writing, number)
+    return Lines(reading, writing, number)
 
 
 def main() -> None:
@@ -204,7 +189,8 @@ def main() -> None:
         machines.meet(step.machines, step.number)  # called for its check
     except UserError as error:
         sys.exit(f"{socket.gethostname()}: {error}")
-    with _connection(step.number) as lines, contextlib.suppress(EOFError, BrokenPipeError):
+    lines = _connection(step.number)
+    with contextlib.suppress(EOFError, BrokenPipeError):
         first, *others = lines.receive(None)
         assert isinstance(first, Start)
         lines.send(Started(socket.gethostname(), version("rankzero")))

@@ -10,6 +10,7 @@ if the trial ran here. No shared disk is needed but for the user's own code and 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import shlex
@@ -28,9 +29,7 @@ from rankzero.errors import RunFailed, UserError
 from rankzero.launch.agent import Topology
 from rankzero.tuning.places import mirror
 from rankzero.tuning.places.messages import (
-    Answer,
     Change,
-    Describe,
     Ended,
     Lines,
     Message,
@@ -88,16 +87,14 @@ class RemoteHost:
     def describe(self, asked: Question) -> ExperimentDescription:
         """Return the description of the experiment in a file. Raises UserError, RunFailed."""
         path = str(Path(asked.reference).absolute())
-        given = asked.settings, asked.processes, asked.parallel, asked.more
-        self._send(Describe(path, given))
+        self._send(dataclasses.replace(asked, reference=path, machines=self._machines))
         while True:
             for message in self._receive(_PATIENCE_SECONDS):
                 self._take(message)
-                if isinstance(message, Answer) and isinstance(message.value, Exception):
-                    raise message.value
-                if isinstance(message, Answer):
-                    description: ExperimentDescription = message.value
-                    return description
+                if isinstance(message, Exception):
+                    raise message
+                if isinstance(message, ExperimentDescription):
+                    return message
 
     def run(
         self,
@@ -177,20 +174,17 @@ class RemoteHost:
         """Send a signal, and the files or folders from which the trial learns why."""
         if self._process is None or self._trial is None:
             return
-        folder = self._trial.folder
-        files = {
-            name: content
-            for name, content in mirror.contents(folder).items()
-            if any((folder / name).is_relative_to(path) for path in written)
-        }
+        folder, files = self._trial.folder, dict[str, bytes]()
+        for path in written:
+            files |= mirror.contents(folder, str(path.relative_to(folder)))
         with contextlib.suppress(OSError):  # `has_ended` reports a lost host
             self._lines.send(Signal(number, files))
 
     def close(self) -> None:
         """End the host, and the trial that it runs."""
-        self._missing = 0 if self._process is None else self._missing
         if self._process is not None:
             self._end()
+        self._missing = 0
 
     def _send(self, message: Message) -> None:
         if self._process is None:
@@ -236,7 +230,7 @@ class RemoteHost:
             )
         self._lines = Lines(self._socket.fileno(), self._socket.fileno())
         self._missing, self._began_waiting = self._machines, time.monotonic()
-        self._send(Start(version("rankzero"), self._libraries))
+        self._send(Start(self._libraries))
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Started):
