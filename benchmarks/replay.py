@@ -163,7 +163,7 @@ def searched(
     if measured:
         space = narrowed(
             space,
-            [one.batch_size for one in ladder.fastest(measured)],
+            list(ladder.fastest(measured)),
             ladder.worth_searching(measured, space.precisions),
         )
     launcher = ReplayLauncher(table, space, number)
