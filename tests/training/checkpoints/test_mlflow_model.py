@@ -43,9 +43,9 @@ def log(sqlite: str, tmp_path: Path) -> Callable[..., Any]:
     run = tracker.open_run(folder.identity, T0)
 
     def log_and_load(model: nn.Module, example: Any) -> Any:
-        with mlflow_model.saved(model, example) as saved:
-            tags = {"rankzero.format": saved.kind}
-            model_id = tracker.models.log_model(run, saved.folder, "model", 7, tags)
+        with mlflow_model.saved(model, example) as (saved, kind):
+            tags = {"rankzero.format": kind}
+            model_id = tracker.models.log_model(run, saved, "model", 7, tags)
         found = tracker._client.get_logged_model(model_id)
         assert str(found.status) == "READY"
         mlflow.set_tracking_uri(sqlite)
@@ -132,8 +132,8 @@ def test_incomplete_upload_is_not_the_best_model(sqlite: str, tmp_path: Path) ->
         model_type="pytorch",
     )
     assert tracker.models.best_model(run) is None
-    with mlflow_model.saved(nn.Linear(3, 3), torch.randn(2, 3)) as saved:
-        whole = tracker.models.log_model(run, saved.folder, "best_model", 9, tags)
+    with mlflow_model.saved(nn.Linear(3, 3), torch.randn(2, 3)) as (saved, _):
+        whole = tracker.models.log_model(run, saved, "best_model", 9, tags)
     assert tracker.models.best_model(run) == whole
     assert [model.model_id for model in tracker.models.of_run(run, "pytorch")] == [whole], (
         "what was left is gone"

@@ -227,12 +227,12 @@ def _trace_and_log(folder: RunFolder, delivered: Connection) -> None:
     model = _load_model(experiment, path)
     source, _ = experiment_file.split(folder.identity.experiment_file or "")
     inputs = _example_inputs(experiment, model, step)
-    with mlflow_model.saved(_served(model), inputs, [source]) as saved:
+    with mlflow_model.saved(_served(model), inputs, [source]) as (saved, kind):
         delivered.recv()
         tags = {"rankzero.step": str(step), "rankzero.model": "best"}
-        tags |= {"rankzero.format": saved.kind, "rankzero.saved_at": repr(path.stat().st_mtime)}
+        tags |= {"rankzero.format": kind, "rankzero.saved_at": repr(path.stat().st_mtime)}
         try:
-            _log(folder, saved.folder, note, tags)
+            _log(folder, saved, note, tags)
         except Exception as error:
             # A run that somebody erased does not come back.
             if refusal(error) is None and not isinstance(error, RunGone):

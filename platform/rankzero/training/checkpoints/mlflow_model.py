@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MethodType
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,23 +35,16 @@ _NOT_SERVED = {
 }
 
 
-class SavedModel(NamedTuple):
-    """A model in MLflow's layout on this disk."""
-
-    folder: Path
-    kind: Literal["pt2", "pickle"]
-
-
 @contextlib.contextmanager
-def saved(model: Any, example: Any, code_paths: Sequence[Path] = ()) -> Iterator[SavedModel]:
-    """Save the model for inference in a temporary folder.
+def saved(model: Any, example: Any, code_paths: Sequence[Path] = ()) -> Iterator[tuple[Path, str]]:
+    """Save the model for inference in a temporary folder. Yield its place, and its format.
 
     `example`: a batch as the model takes it, a tensor or a tuple of tensors. `code_paths`: the
     files that a pickled model needs.
     """
     with tempfile.TemporaryDirectory(prefix="rankzero-") as folder:
         target = Path(folder) / "model"
-        yield SavedModel(target, _save(model, example, target, code_paths))
+        yield target, _save(model, example, target, code_paths)
 
 
 def save_traced(model: nn.Module, example: Sequence[Tensor], folder: Path) -> None:
@@ -65,35 +58,26 @@ def save_traced(model: nn.Module, example: Sequence[Tensor], folder: Path) -> No
         raise ValueError(f"it cannot be traced: {_first_line(error)}") from error
 
 
-def _save(
-    model: Any, example: Any, folder: Path, code_paths: Sequence[Path]
-) -> Literal["pt2", "pickle"]:
+def _save(model: Any, example: Any, folder: Path, code_paths: Sequence[Path]) -> str:
     """Write the model into the new folder in MLflow's layout, and return the format."""
     from rankzero.mlflow_store.client.pytorch import save_pytorch
 
     inputs = example if isinstance(example, (tuple, list)) else (example,)
-    copied = _copied(model, inputs)
+    copied, arrays, output = _copied(model, inputs)
     try:
-        _save_traced(*copied, folder)
+        _save_traced(copied, arrays, output, folder)
     except Exception as error:
         if lacks_memory_or_space(error):
             raise
         log.warning("the model cannot be traced, so it is pickled: %s", _first_line(error))
         shutil.rmtree(folder, ignore_errors=True)
-        save_pytorch(copied.model, folder, copied.arrays, copied.output, "pickle", code_paths)
+        save_pytorch(copied, folder, arrays, output, "pickle", code_paths)
         return "pickle"
     return "pt2"
 
 
-class _Copied(NamedTuple):
-    """A model on the CPU, a batch for it, and what it returns."""
-
-    model: nn.Module
-    arrays: list[Any]
-    output: Any
-
-
-def _copied(model: nn.Module, example: Sequence[Tensor]) -> _Copied:
+def _copied(model: nn.Module, example: Sequence[Tensor]) -> tuple[nn.Module, list[Any], Any]:
+    """Return a copy of the model on the CPU, a batch for it as arrays, and what it returns."""
     # A copy on its GPU might not fit there.
     own: dict[int, Any] = {
         id(one): nn.Parameter(_on_cpu(one), one.requires_grad) for one in model.parameters()
@@ -112,7 +96,7 @@ def _copied(model: nn.Module, example: Sequence[Tensor]) -> _Copied:
         except Exception:  # its forward may read the data set, for the names of classes
             copied = copy.deepcopy(model, own).cpu().eval()
             output = copied(*inputs)
-    return _Copied(copied, [_array(tensor) for tensor in inputs], _array(output))
+    return copied, [_array(tensor) for tensor in inputs], _array(output)
 
 
 def _without_data(model: nn.Module, own: Mapping[int, Any]) -> nn.Module:
