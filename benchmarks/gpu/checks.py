@@ -33,8 +33,7 @@ from rankzero.events import Noticed, RunEnded, StepsLogged, SystemSampled
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.training.checkpoints import best_model
-from rankzero.training.checkpoints.host_copy import kind_of
-from rankzero.training.checkpoints.pinned_memory import PinnedMemory
+from rankzero.training.checkpoints.host_memory import HostMemory, room_for
 from rankzero.training.data.device_copy import DeviceCopier, is_staged
 
 HERE = Path(__file__).parent
@@ -121,10 +120,9 @@ def refused_lock(_folder: Path) -> dict[str, Any]:
     """Memory that CUDA refuses to lock stays ordinary memory, and no later kernel has the error."""
     need_gpu()
     source = torch.arange(1 << 20, device="cuda")
-    kind = kind_of(source)
-    assert kind is not None
-    memory = PinnedMemory([kind])
-    (target,) = memory.tensors()
+    memory = HostMemory(room_for(source), for_gpu=True)
+    target = memory.take(source)
+    assert target is not None
     first = torch.cuda.cudart().cudaHostRegister(target.data_ptr(), 4096, 0)
     assert int(first) == 0, first
     assert not memory.lock(), "CUDA has locked the same memory twice"

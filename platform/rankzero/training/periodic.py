@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from rankzero.events import Evaluated, Event, Noticed
 from rankzero.training import improvement, rng, strategies
@@ -152,15 +153,13 @@ class PeriodicActions:
         job.image_capture.forget()
         return metrics, is_best
 
-    def _tensors(self) -> Iterator[Tensor]:
-        """Yield tensors of a checkpoint's shapes. Neither a collective nor a copy."""
-        strategy = self._job.strategy
-        weights = [one for one in strategy.model_state().values() if isinstance(one, Tensor)]
-        yield from weights
-        yield from () if self._state.average is None else weights
-        for part in parts_of(strategy.optimizer):
-            found = [one for one in part.state.values() if isinstance(one, dict)]
-            yield from (one for each in found for one in each.values() if isinstance(one, Tensor))
+    def _tensors(self) -> list[Tensor]:
+        """Return tensors of a checkpoint's shapes. Neither a collective nor a copy."""
+        weights = self._job.strategy.model_state()
+        averages = {} if self._state.average is None else weights
+        states = [part.state for part in parts_of(self._job.strategy.optimizer)]
+        leaves = tree_leaves([weights, averages, states])
+        return [one for one in leaves if isinstance(one, Tensor)]
 
     def _await_write(self) -> None:
         """Wait until rank 0 can save again. Collective."""

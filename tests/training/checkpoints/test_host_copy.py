@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from rankzero.training.checkpoints import host_copy
-from rankzero.training.checkpoints.host_copy import kind_of
-from rankzero.training.checkpoints.pinned_memory import Kind
+from rankzero.training.checkpoints.host_memory import room_for
 
 
 def on_gpu(number: int) -> type[torch.Tensor]:
@@ -92,37 +91,19 @@ def test_tensors_of_a_subclass_become_plain() -> None:
     assert loaded["model"]["mean"].tolist() == [2, 2, 2]
 
 
-def test_prepared_buffers_are_those_of_the_copy() -> None:
+def test_prepared_memory_is_that_of_the_copy() -> None:
     copier, weights = host_copy.HostCopier(), torch.arange(5000.0)
-    tensors = [weights, torch.ones(3, dtype=torch.bfloat16), torch.ones(4, 5), torch.ones(7)]
-    copier.prepare([found for one in tensors if (found := kind_of(one))], lambda: False)
-    prepared = {buffer.data_ptr() for each in copier._spare.values() for buffer in each}
-    state = {"a": weights, "b": tensors[1], "c": tensors[2].t(), "d": {"w": torch.zeros(5000)}}
-    copied = copier.copy(state).wait()
+    state = {"a": weights, "b": torch.ones(4, 5).t(), "c": torch.ones(3, dtype=torch.bfloat16)}
+    size = sum(map(room_for, state.values()))
+    copier.prepare(size, lambda: False, for_gpu=False)
+    assert copier._memory is not None
+    begin = copier._memory._address
+    copied = copier.copy({**state, "d": {"w": torch.zeros(5000)}}).wait()
     assert all(torch.equal(copied[key], state[key]) for key in "abc")
-    used = {buffer.data_ptr() for buffer in copier._buffers.values()}
-    # Neither is the transposed one contiguous, nor was a second buffer of the first shape made.
-    assert len(prepared) == 4 and len(used & prepared) == 2 and len(used) == 4
-    assert copied["c"].stride() == state["c"].stride() and not copier._spare
-
-
-def test_only_plain_tensors_of_the_host_have_prepared_buffers() -> None:
-    class Own(torch.Tensor):
-        pass
-
-    odd = torch.ones(3).as_subclass(Own), torch.ones(3).to_sparse(), torch.ones(2, 3).t()
-    odd = (*odd, torch.ones(1).expand(5), torch.ones(2, device="meta"))
-    assert [kind_of(one) for one in odd] == [None] * 5
-    assert kind_of(torch.nn.Parameter(torch.ones(2))) == Kind(
-        torch.Size([2]), (1,), torch.float32, "cpu"
-    )
-    assert kind_of(torch.tensor(1)) == Kind(torch.Size([]), (), torch.int64, "cpu")
-
-
-def test_preparation_ends_once_it_is_hurried() -> None:
-    copier, asked = host_copy.HostCopier(), iter([False, True])
-    kind = Kind(torch.Size([2]), (1,), torch.float32, "cpu")
-    copier.prepare([kind] * 3, lambda: next(asked))
-    assert len(copier._spare[kind]) == 2
-    state = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}
-    assert set(copier.copy(state).wait()) == {"a", "b", "c"}
+    inside = {
+        path[-1]
+        for path, buffer in copier._buffers.items()
+        if 0 <= buffer.data_ptr() - begin < size
+    }
+    # The transposed one is not contiguous, and there is no room for the last.
+    assert inside == {"a", "c"} and copied["b"].stride() == state["b"].stride()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import dataclasses
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -15,9 +14,8 @@ import torch
 from torch import Tensor
 
 from rankzero.errors import UserError
-from rankzero.training.checkpoints.pinned_memory import Kind, PinnedMemory
+from rankzero.training.checkpoints.host_memory import HostMemory
 
-_PIECE_BYTES = 16 << 20
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 # A subclass, such as an enumeration, may have a `__str__` of its own.
 _CONVERSIONS: dict[type, Callable[[Any], Any]] = {
@@ -52,8 +50,7 @@ class HostCopier:
     def __init__(self) -> None:
         # Buffers are kept because fresh memory would cost a page fault for every 4 KiB.
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
-        self._spare: dict[Kind, list[Tensor]] = collections.defaultdict(list)
-        self._pinned: PinnedMemory | None = None
+        self._memory: HostMemory | None = None
 
     def copy(self, state: Any) -> PendingCopy:
         """Return `state` with every tensor copied. The copy is valid until the next call.
@@ -61,8 +58,10 @@ class HostCopier:
         Raises UserError for a value that could not be loaded again.
         """
         gpus: set[torch.device] = set()
-        if self._pinned is not None and not self._pinned.is_locked:
-            self._use_pinned_memory(self._pinned)
+        # CUDA refuses where the host is short of memory. This memory goes before each buffer is
+        # allocated when it is needed.
+        if self._memory is not None and not self._memory.lock():
+            self._memory = None
 
         def copy_tensor(tensor: Tensor, path: tuple[Any, ...]) -> Tensor:
             source, buffer = tensor.detach(), self._buffers.get(path)
@@ -70,56 +69,31 @@ class HostCopier:
             if on_gpu:
                 gpus.add(source.device)
             if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-                kind = kind_of(source)
-                if kind is not None and self._spare[kind]:
-                    buffer = self._spare[kind].pop()
-                else:
-                    buffer = _plain_tensor(_empty_on_host(source))
-                self._buffers[path] = buffer
+                buffer = self._buffers[path] = self._new_buffer(source)
             return buffer.copy_(_plain_tensor(source), non_blocking=on_gpu)
 
         copied = _map_tensors(state, copy_tensor, ())
-        self._spare.clear()
         # An event on one GPU's stream does not wait for the copies of another GPU.
         return PendingCopy(copied, [torch.cuda.current_stream(gpu).record_event() for gpu in gpus])
 
-    def prepare(self, kinds: Iterable[Kind], is_hurried: Callable[[], bool]) -> None:
-        """Make buffers on the host for the first `copy`, and touch their memory.
+    def prepare(self, size: int, is_hurried: Callable[[], bool], *, for_gpu: bool) -> None:
+        """Make memory on the host ready for the first `copy`: `room_for` all of its tensors.
 
         Another thread may call it, but not during a `copy`. It ends early, after a piece, once
         `is_hurried` returns True.
         """
-        on_host, on_gpu = list[Kind](), list[Kind]()
-        for kind in kinds:
-            (on_gpu if kind.device == "cuda" else on_host).append(kind)
-        if on_gpu:
-            memory = PinnedMemory(on_gpu)
-            memory.touch(is_hurried)
-            self._pinned = memory
-        for kind in on_host:
-            buffer = torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype)
-            self._spare[kind].append(buffer)
-            for start in range(0, buffer.nbytes, _PIECE_BYTES):
-                if is_hurried():
-                    return
-                size = min(_PIECE_BYTES, buffer.nbytes - start)
-                # Without Python's lock, and without PyTorch's threads, which the training needs.
-                ctypes.memset(buffer.data_ptr() + start, 0, size)
+        memory = HostMemory(size, for_gpu=for_gpu)
+        memory.touch(is_hurried)
+        self._memory = memory
 
     def close(self) -> None:
         """Give page-locked memory back, once the last copy has arrived. The copy stays valid."""
-        if self._pinned is not None:
-            self._pinned.unlock()
-            self._pinned = None
+        if self._memory is not None:
+            self._memory.unlock()
 
-    def _use_pinned_memory(self, memory: PinnedMemory) -> None:
-        if memory.lock():
-            for kind, buffer in zip(memory.kinds, memory.tensors(), strict=True):
-                self._spare[kind].append(buffer)
-        else:
-            # CUDA refuses where the host is short of memory. This memory goes before each buffer is
-            # allocated when it is needed.
-            self._pinned = None
+    def _new_buffer(self, source: Tensor) -> Tensor:
+        buffer = None if self._memory is None else self._memory.take(source)
+        return _plain_tensor(_empty_on_host(source)) if buffer is None else buffer
 
 
 def _empty_on_host(source: Tensor) -> Tensor:
@@ -137,18 +111,6 @@ def _plain_tensor(tensor: Tensor) -> Tensor:
     """
     wraps = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
     return tensor if wraps or type(tensor) is Tensor else tensor.as_subclass(Tensor)
-
-
-def kind_of(tensor: Tensor) -> Kind | None:
-    """Return the kind of a tensor without gaps, on the host or a GPU, or None for any other."""
-    where = tensor.device.type
-    is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and where in ("cpu", "cuda")
-    if not is_plain or tensor.layout is not torch.strided:
-        return None
-    formats = (torch.contiguous_format, *((torch.channels_last,) if tensor.dim() == 4 else ()))
-    if not any(tensor.is_contiguous(memory_format=one) for one in formats):
-        return None
-    return Kind(tensor.shape, tensor.stride(), tensor.dtype, where)
 
 
 def _map_tensors(

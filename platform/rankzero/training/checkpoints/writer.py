@@ -24,7 +24,8 @@ from rankzero.experiment import Goal
 from rankzero.permanent_errors import TORCH_WRITER_ERRORS
 from rankzero.run_store import checkpoint_files, disk
 from rankzero.run_store.checkpoint_files import Manifest
-from rankzero.training.checkpoints.host_copy import HostCopier, PendingCopy, kind_of
+from rankzero.training.checkpoints.host_copy import HostCopier, PendingCopy
+from rankzero.training.checkpoints.host_memory import room_for
 
 _RETRY_SECONDS = 0.5
 
@@ -74,9 +75,10 @@ class Checkpoints:
         A page fault for every 4 KiB would else be a part of the first `save`.
         """
         if self._prepared is None:
-            kinds = [kind for kind in map(kind_of, tensors()) if kind is not None]
+            found = list(tensors())
+            size, for_gpu = sum(map(room_for, found)), any(one.is_cuda for one in found)
             self._prepared = self._writer.submit(
-                self._copier.prepare, kinds, self._is_hurried.is_set
+                self._copier.prepare, size, self._is_hurried.is_set, for_gpu=for_gpu
             )
 
     def save(
