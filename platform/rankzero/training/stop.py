@@ -7,7 +7,10 @@ codes with each report of the loop. During an evaluation they do so through `Sto
 from __future__ import annotations
 
 import enum
+import multiprocessing
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,11 +22,13 @@ import torch
 from rankzero.launch import signals
 from rankzero.training.distributed.world import World
 
-REPORT_SECONDS = 1.0
+_REPORT_SECONDS = 1.0
 # A bound in steps too: it limits what a SIGKILL can take, and the host's list of tensors.
 LONGEST_WINDOW = 1000
 # Batches may get slower, so an interval measured on fast ones must not grow without bound.
 MOST_BATCHES = 32
+# Seconds that a rank whose launcher died may take to stop with a checkpoint.
+_ORPHAN_SECONDS = 120.0
 
 
 class StopCode(enum.IntEnum):
@@ -109,7 +114,7 @@ def next_interval(interval: int, seconds_each: float, most: int = LONGEST_WINDOW
     About a second's worth, and at most twice the last `interval`. Every rank computes the same
     number if `seconds_each` is the same.
     """
-    fitting = int(REPORT_SECONDS / max(seconds_each, 1e-9))
+    fitting = int(_REPORT_SECONDS / max(seconds_each, 1e-9))
     return max(1, min(2 * interval, fitting, most, LONGEST_WINDOW))
 
 
@@ -172,3 +177,25 @@ def handle_signals(stop: StopRequest, pruned: Path | None = None) -> None:
         signal.signal(number, handle)
     signal.signal(signal.SIGQUIT, signal.default_int_handler)
     signals.unblock()
+
+
+def end_with_launcher(stop: StopRequest) -> None:
+    """End this process soon after its launcher.
+
+    If the launcher dies, a training may stop with a checkpoint for two minutes. Then the process
+    kills itself. Before and after the training it does so at once.
+    """
+    launcher = multiprocessing.parent_process()
+    if launcher is None:
+        return
+
+    def follow() -> None:
+        launcher.join()
+        stop.request(StopCode.LAUNCHER_DIED)
+        deadline = time.monotonic() + _ORPHAN_SECONDS
+        while stop.is_training and time.monotonic() < deadline:
+            time.sleep(0.1)
+        # torchrun's agent would make the process wait for an answer of the launcher.
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=follow, name="launcher", daemon=True).start()

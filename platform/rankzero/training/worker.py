@@ -35,18 +35,23 @@ from rankzero.training.distributed import device, peers
 from rankzero.training.distributed.watchdog import Watchdog, is_busy, setup_seconds
 from rankzero.training.distributed.world import World, join
 from rankzero.training.job import State, TrainingContext
-from rankzero.training.launcher_death import end_with_launcher
 from rankzero.training.lifecycle import AttemptOutcome
 from rankzero.training.loop import fit
 from rankzero.training.metrics.mean_check import MeanCheck
 from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.sample_images.capture import ImageCapture
 from rankzero.training.sample_images.user_images import class_names
-from rankzero.training.stop import EvaluationInterrupted, StopCode, StopRequest, handle_signals
+from rankzero.training.stop import (
+    EvaluationInterrupted,
+    StopCode,
+    StopRequest,
+    end_with_launcher,
+    handle_signals,
+)
 
-INTERRUPTED = 128 + signal.SIGINT
+_INTERRUPTED = 128 + signal.SIGINT
 # Seconds that a rank may take to exit after its work, before it ends itself.
-EXIT_SECONDS = 20.0
+_EXIT_SECONDS = 20.0
 
 
 @unblocks_itself
@@ -74,7 +79,7 @@ def main(request: JobRequest) -> str:
             raise
         # Do not let torchrun see the exception. It would write it into logs/ with all secrets, and
         # some versions take a KeyboardInterrupt for a success.
-        raise SystemExit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1) from None
+        raise SystemExit(_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1) from None
     finally:
         stop.is_training = False
 
@@ -87,7 +92,7 @@ def _start_watched(request: JobRequest, ranks: Ranks) -> contextlib.AbstractCont
     return Watchdog(minutes, ranks.rank, [write], setup_seconds=setup_seconds()).watching()
 
 
-def _exit_in_time(code: int, seconds: float = EXIT_SECONDS) -> None:
+def _exit_in_time(code: int, seconds: float = _EXIT_SECONDS) -> None:
     """End this rank in `seconds`, also if the user's code left a thread that never ends."""
     # A process of the user's own, such as a notebook, goes on after a training.
     if multiprocessing.parent_process() is not None:
