@@ -23,13 +23,12 @@ from rankzero.launch.request import OUT_OF_MEMORY, JobRequest, keep_for_helper
 from rankzero.launch.signals import unblocks_itself
 from rankzero.ranks import Ranks
 from rankzero.run_store.folder import Identity, RunFolder
-from rankzero.run_store.journal import read_all
 from rankzero.scalars import shown
 from rankzero.tracking.run_log import RunLog
 from rankzero.training import final_test, improvement, lifecycle
 from rankzero.training.build import build
 from rankzero.training.checkpoints import restore
-from rankzero.training.checkpoints.writer import Checkpoints, unlogged
+from rankzero.training.checkpoints.writer import Checkpoints
 from rankzero.training.data import digest, sets, stream
 from rankzero.training.distributed import device, peers
 from rankzero.training.distributed.watchdog import Watchdog, is_busy, setup_seconds
@@ -207,9 +206,12 @@ def _train(
     watchdog: Watchdog,
     test_sets: Mapping[str, Any],
 ) -> AttemptOutcome:
-    stop.limit_minutes(job.experiment.train.limits.max_minutes)
-    checkpoints = _checkpoints(job, log) if job.world.ranks.first else None
-    if checkpoints is not None:
+    train, checkpoints = job.experiment.train, None
+    stop.limit_minutes(train.limits.max_minutes)
+    if job.world.ranks.first:
+        checkpoints = Checkpoints.of_run(
+            log, train.checkpoints.keep, job.experiment.goal, job.world.size
+        )
         watchdog.is_saving = checkpoints.is_writing
     job = dataclasses.replace(
         job,
@@ -240,17 +242,6 @@ def _train(
         with watchdog.training():
             stopped = _test(job, state, test_sets, log, stop, totals) or stopped
     return _outcome(job, state, stopped, failure, log.folder)
-
-
-def _checkpoints(job: TrainingContext, log: RunLog) -> Checkpoints:
-    """Return the run's checkpoints, after logging what a killed attempt did to them."""
-    keep, goal, path = job.experiment.train.checkpoints.keep, job.experiment.goal, log.folder.path
-    checkpoints = Checkpoints(
-        path, keep, goal, job.world.size, log.notice, flush_journal=log.flush, sync_journal=log.sync
-    )
-    for event in unlogged(path, read_all(log.folder.events), keep, goal):
-        log(event)
-    return checkpoints
 
 
 def _test(

@@ -113,20 +113,10 @@ class Attempt:
     ) -> None:
         """Copy a state, for a checkpoint."""
         # Imports torch, which a program without checkpoints may not even have.
-        from rankzero.training.checkpoints.writer import Checkpoints, unlogged
+        from rankzero.training.checkpoints.writer import Checkpoints
 
         if self.checkpoints is None:
-            folder = self.log.folder
-            self.checkpoints = Checkpoints(
-                folder.path,
-                self._keep,
-                self._goal,
-                notice=self.log.notice,
-                flush_journal=self.log.flush,
-                sync_journal=self.log.sync,
-            )
-            events = read_all(folder.events)
-            self.log_all(unlogged(folder.path, events, self._keep, self._goal))
+            self.checkpoints = Checkpoints.of_run(self.log, self._keep, self._goal)
         self.log_all(self.history.checkpoint(at))
         self.log_all(self.checkpoints.save(state_dict, at, measured, better))
 

@@ -24,6 +24,8 @@ from rankzero.experiment import Goal
 from rankzero.permanent_errors import TORCH_WRITER_ERRORS
 from rankzero.run_store import checkpoint_files, disk
 from rankzero.run_store.checkpoint_files import Manifest
+from rankzero.run_store.journal import read_all
+from rankzero.tracking.run_log import RunLog
 from rankzero.training.checkpoints.host_copy import HostCopier, PendingCopy
 from rankzero.training.checkpoints.host_memory import room_for
 
@@ -69,6 +71,19 @@ class Checkpoints:
         self._intact: dict[Path, bool] = {}
         checkpoint_files.remove_leftovers(self._folder)
 
+    @classmethod
+    def of_run(
+        cls, log: RunLog, keep: int, goal: Goal, world_size: int | None = None
+    ) -> Checkpoints:
+        """Return a run's checkpoints, after logging what a killed attempt did to them."""
+        path, notice = log.folder.path, log.notice
+        found = cls(
+            path, keep, goal, world_size, notice, flush_journal=log.flush, sync_journal=log.sync
+        )
+        for event in unlogged(path, read_all(log.folder.events), keep, goal):
+            log(event)
+        return found
+
     def prepare(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         """Have the thread make memory ready for copies of these tensors, at the first call.
 
@@ -110,7 +125,7 @@ class Checkpoints:
 
     def poll(self) -> list[Event]:
         """Return the events of a write that has ended since the last call. Never waits."""
-        return self.finish() if self._pending is not None and self._pending.done() else []
+        return [] if self.is_writing() else self.finish()
 
     def still_writing(self, seconds: float) -> int | None:
         """Wait for the current write, at most `seconds`. Return its step if it has not ended."""
