@@ -32,21 +32,15 @@ def load(folder: Path) -> dict[str, Any]:
     Raises BrokenCheckpoint, also if the state holds anything but tensors and plain values.
     """
     checkpoint_files.check_files(folder)
-    found, error = dict[str, Any](), None
     # Computing the checksums takes as long as loading, and does not hold Python's lock.
     with ThreadPoolExecutor(1) as pool:
         problem = pool.submit(checkpoint_files.problem_with, folder)
         try:
-            found = _load_tensors(folder / checkpoint_files.STATE, str(folder))
-        except Exception as raised:
-            error = raised
-    if text := problem.result():
-        # The error keeps this frame, and must not keep the state.
-        found = {}
-        raise BrokenCheckpoint(text)
-    if error is not None:
-        raise error
-    return found
+            return _load_tensors(folder / checkpoint_files.STATE, str(folder))
+        finally:
+            # It counts before any error of the loading: a damaged file fails in many ways.
+            if text := problem.result():
+                raise BrokenCheckpoint(text) from None
 
 
 def newest(
