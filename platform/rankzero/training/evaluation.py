@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -53,12 +52,17 @@ def evaluate_goal(
     if not job.val_loaders:
         return {}, False
     random_states, goal = rng.state(job.world.device), job.experiment.goal
-    metrics = evaluate(job, state, stop, job.val_loaders, state.step)
-    if goal.metric not in metrics:
+    try:
+        metrics = evaluate(job, state, stop, job.val_loaders, state.step)
+        if goal.metric not in metrics:
+            raise GoalMissing(
+                f"the goal is {goal.metric!r}, but measure() returns {sorted(metrics)}: "
+                "set goal.metric"
+            )
+    except (EvaluationInterrupted, GoalMissing):
+        # A repeated evaluation draws the same numbers.
         rng.restore(random_states, job.world.device)
-        raise GoalMissing(
-            f"the goal is {goal.metric!r}, but measure() returns {sorted(metrics)}: set goal.metric"
-        )
+        raise
     return metrics, improvement.add_evaluation(job.experiment, state, metrics[goal.metric])
 
 
@@ -71,33 +75,21 @@ def evaluate(
 ) -> dict[str, float]:
     """Return ``<group>/<metric>``, means over every sample of all ranks. Collective.
 
-    `loaders`: by group. `step`: of the weights. Raises EvaluationInterrupted. A repeated evaluation
-    draws the same numbers.
+    `loaders`: by group. `step`: of the weights. Raises EvaluationInterrupted.
     """
     # Running statistics differ by rank. The checkpoint stores rank 0's, so evaluate those.
     job.strategy.sync_buffers()
-    random_states = rng.state(job.world.device)
     poll, metrics = StopPoll(job.world, stop), dict[str, float]()
-    try:
-        with torch.no_grad(), state.weights_to_evaluate(), _evaluating(state.model):
+    with torch.no_grad(), state.weights_to_evaluate():
+        # A module may change its weights in eval() and take that back in train(), as LoRA does.
+        state.model.eval()
+        try:
             for group, loader in loaders.items():
                 values = _evaluate(job, state.model, group, loader, poll, step)
                 metrics |= {f"{group}/{name}": value for name, value in values.items()}
-    except EvaluationInterrupted:
-        job.image_capture.forget()
-        rng.restore(random_states, job.world.device)
-        raise
+        finally:
+            state.model.train()
     return metrics
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    # A module may change its weights in eval() and take that back in train(), as LoRA does.
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train()
 
 
 def _evaluate(
