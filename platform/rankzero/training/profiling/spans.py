@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 
 Span = tuple[float, float]
@@ -27,19 +28,15 @@ def length(spans: Sequence[Span]) -> float:
 
 def without(one: Sequence[Span], other: Sequence[Span]) -> list[Span]:
     """Return the time that is in the union `one` and not in the union `other`."""
-    found, first = [], 0
-    for begin, end in one:
-        while first < len(other) and other[first][1] <= begin:
-            first += 1
-        number = first
-        while number < len(other) and other[number][0] < end:
-            if begin < other[number][0]:
-                found.append((begin, other[number][0]))
-            begin = max(begin, other[number][1])
-            number += 1
-        if begin < end:
-            found.append((begin, end))
-    return found
+    # At each moment: 1 if it is in `one`, minus 1 if it is in `other`.
+    changes = [change for begin, end in one for change in ((begin, 1), (end, -1))]
+    changes += [change for begin, end in other for change in ((begin, -1), (end, 1))]
+    found, total = list[Span](), 0
+    for (time, change), (until, _) in itertools.pairwise(sorted(changes)):
+        total += change
+        if total == 1:
+            found.append((time, until))
+    return union(found)
 
 
 @dataclasses.dataclass(frozen=True)
