@@ -42,7 +42,6 @@ from rankzero.training.strategies.base import with_versions
 from rankzero.training_position import Progress, measure_at
 
 _POLL_SECONDS, _END_SECONDS = 0.1, 2.0
-Entry = Callable[[str, Any, Connection], None]
 
 
 class LoggingProcess:
@@ -53,7 +52,7 @@ class LoggingProcess:
     may hang, crash or fill the memory.
     """
 
-    def __init__(self, folder: RunFolder, *, entry: Entry | None = None) -> None:
+    def __init__(self, folder: RunFolder, *, entry: Callable[..., None] | None = None) -> None:
         """`entry`: what the process runs, in the place of `_run_child`."""
         self._folder, context = folder, multiprocessing.get_context("forkserver")
         self._problems = context.SimpleQueue()

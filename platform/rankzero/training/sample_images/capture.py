@@ -141,7 +141,6 @@ class ImageCapture:
                 path = self._folder / f"step_{step:08d}_{int(now * 1000)}.npz"
                 picture_files.write(path, arrays)
                 taken = PicturesTaken(now, step, f"{self._folder.name}/{path.name}")
-        self.forget()
         return taken
 
     def _own_images(
@@ -205,22 +204,18 @@ def caught(model: nn.Module, outputs: list[Any]) -> Iterator[None]:
     # Hooks would become part of the compiled code. So the call is replaced instead.
     compiled = getattr(model, COMPILED_CALL, None)
 
-    def keep(output: Any) -> None:
+    def keep(output: Any) -> Any:
         # Two show that the model was called more than once. More would only use memory.
         if len(outputs) < 2:
             outputs.append(output)
+        return output
 
     if compiled is None:
         with model.register_forward_hook(lambda _module, _args, output: keep(output)):
             yield
         return
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        output = compiled(*args, **kwargs)
-        keep(output)
-        return output
-
-    setattr(model, COMPILED_CALL, call)
+    setattr(model, COMPILED_CALL, lambda *args, **kwargs: keep(compiled(*args, **kwargs)))
     try:
         yield
     finally:
