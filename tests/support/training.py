@@ -54,6 +54,8 @@ class Trained:
 
 
 Trainer = Callable[..., Trained]
+ALONE = World(Ranks(), torch.device("cpu"))
+"""The world of a rank without others."""
 
 
 def tiny(**changes: Any) -> Experiment:

@@ -24,10 +24,9 @@ from rankzero.training.checkpoints import best_model, restore
 from rankzero.training.distributed.world import World
 from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.stop import EvaluationInterrupted, StopCode, StopRequest
-from support.training import Trained, Trainer, tiny, weights
+from support.training import ALONE, Trained, Trainer, tiny, weights
 
 Tiny: Any = type(tiny())
-ALONE = World(Ranks(), torch.device("cpu"))
 
 
 class HeldOut(Tiny):

@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from rankzero.events import CheckpointSaved
-from rankzero.ranks import Ranks
 from rankzero.training.build import build
 from rankzero.training.checkpoints import restore
-from rankzero.training.distributed.world import World
 from rankzero.training.periodic import state_dict
-from support.training import Trainer, tiny, weights
+from support.training import ALONE, Trainer, tiny, weights
 
 STUCK: dict[str, Any] = {
     "lr": 1e-30,
@@ -79,7 +77,7 @@ def test_a_resumed_plateau_is_bit_for_bit_the_uninterrupted_one(
 def test_another_schedule_drops_the_reductions_of_a_plateau(train: Trainer, tmp_path: Path) -> None:
     settings = {**STUCK, "lr": 1e-30, "train__steps": 30, "train__plateau__patience": 1}
     reduced = train(tiny(**settings, train__schedule="plateau")).state
-    job, state = build(tiny(**settings), World(Ranks(), torch.device("cpu")))
+    job, state = build(tiny(**settings), ALONE)
     notices: list[str] = []
     restore.newest(tmp_path / "checkpoints", job, state, notices.append)
     assert reduced.lr_reductions and not state.lr_reductions and state.base_lrs == [1e-30]
@@ -99,7 +97,7 @@ def test_another_goal_begins_without_a_best(train: Trainer, tmp_path: Path) -> N
     goal = {"goal__metric": "val/loss", "goal__mode": "min"}
     first = train(tiny(**goal, train__steps=4, train__eval_every=2)).state
     assert first.best is not None
-    job, state = build(tiny(train__steps=8), World(Ranks(), torch.device("cpu")))
+    job, state = build(tiny(train__steps=8), ALONE)
     notices: list[str] = []
     restore.newest(tmp_path / "checkpoints", job, state, notices.append)
     assert state.step == 4 and state.best is None and state.evaluations_since_best == 0

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from rankzero.config import override
-from rankzero.ranks import Ranks
 from rankzero.training.build import build
 from rankzero.training.checkpoints import restore
-from rankzero.training.distributed.world import World
 from rankzero.training.periodic import state_dict
-from support.training import tiny
+from support.training import ALONE, tiny
 
 
 @pytest.mark.parametrize(("gpus", "restored"), [(3, {1: 1, 2: 2}), (2, {})])
@@ -29,7 +27,7 @@ def test_a_checkpoint_has_the_states_of_all_gpus_of_data_parallel(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda index: torch.full((16,), index))
     monkeypatch.setattr(torch.cuda, "set_rng_state", keep)
-    job, state = build(tiny(), World(Ranks(), torch.device("cpu")))
+    job, state = build(tiny(), ALONE)
     assert state_dict(job, state)["replica_randoms"] == []
     job = dataclasses.replace(job, experiment=override(job.experiment, {"train.strategy": "dp"}))
     saved = state_dict(job, state)

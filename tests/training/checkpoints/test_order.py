@@ -12,7 +12,6 @@ import torch
 
 from rankzero.events import CheckpointSaved, Noticed, StepsLogged
 from rankzero.experiment import Experiment
-from rankzero.ranks import Ranks
 from rankzero.run_store import checkpoint_files, disk
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import Journal, read_all
@@ -21,13 +20,12 @@ from rankzero.training import worker
 from rankzero.training.build import build
 from rankzero.training.checkpoints.writer import Checkpoints
 from rankzero.training.distributed.watchdog import Watchdog
-from rankzero.training.distributed.world import World
 from rankzero.training.lifecycle import AttemptOutcome
 from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.stop import StopCode, StopRequest
 from support.checkpoints import GOAL
 from support.runs import make_folder, steps
-from support.training import tiny
+from support.training import ALONE, tiny
 
 
 class BrokenDisk:
@@ -50,7 +48,7 @@ class BrokenDisk:
 def train(
     folder: RunFolder, experiment: Experiment, log: RunLog, stop: StopRequest | None = None
 ) -> AttemptOutcome:
-    job, state = build(experiment, World(Ranks(), torch.device("cpu")))
+    job, state = build(experiment, ALONE)
     watchdog = Watchdog(10.0, 0, [])
     outcome = worker._train(job, state, log, stop or StopRequest(), RunTotals(), watchdog, {})
     log.close()

@@ -10,19 +10,15 @@ import pytest
 import torch
 
 from rankzero import config
-from rankzero.ranks import Ranks
 from rankzero.training.build import build
 from rankzero.training.checkpoints import restore
-from rankzero.training.distributed.world import World
 from rankzero.training.optimization.averaged_weights import AveragedWeights
 from rankzero.training.strategies.base import Strategy
-from support.training import Trainer, tiny, weights
-
-WORLD = World(Ranks(), torch.device("cpu"))
+from support.training import ALONE, Trainer, tiny, weights
 
 
 def test_average_follows_its_formula() -> None:
-    _, state = build(tiny(train__ema=0.5), WORLD)
+    _, state = build(tiny(train__ema=0.5), ALONE)
     weight, average = next(state.model.parameters()), state.average
     assert average is not None
     wanted = weight.detach().clone()
@@ -49,7 +45,7 @@ def halves(**changes: Any) -> Any:
 
 
 def test_the_average_of_a_bf16_model_moves_by_less_than_a_rounding() -> None:
-    _, state = build(halves(ema=0.999), WORLD)
+    _, state = build(halves(ema=0.999), ALONE)
     weight, average = next(state.model.parameters()), state.average
     assert average is not None
     with torch.no_grad():
@@ -74,7 +70,7 @@ def test_a_bf16_models_averages_are_resumed_bit_for_bit(
     saved = restore.load(next((tmp_path / "checkpoints").glob("step_*24")))
     if is_old:
         del saved["ema_rests"]
-    job, state = build(halves(ema=0.99), WORLD)
+    job, state = build(halves(ema=0.99), ALONE)
     restore.apply(saved, job, state)
     assert state.average is not None and trained.average is not None
     pairs = list(zip(state.average._averages, trained.average._averages, strict=True))
@@ -166,7 +162,7 @@ def test_the_averages_of_lazy_modules_start_at_the_first_step(
 
 
 def test_an_error_in_an_evaluation_leaves_the_trainings_weights() -> None:
-    _, state = build(tiny(train__ema=0.5), WORLD)
+    _, state = build(tiny(train__ema=0.5), ALONE)
     before = [weight.detach().clone() for weight in state.model.parameters()]
     assert state.average is not None
     state.average.update(1)
@@ -177,7 +173,7 @@ def test_an_error_in_an_evaluation_leaves_the_trainings_weights() -> None:
 
 def test_an_average_starts_at_a_checkpoint_that_has_none(train: Trainer, tmp_path: Path) -> None:
     stopped = train(tiny(), tmp_path, stop_at=12)
-    job, state = build(tiny(train__ema=0.9), WORLD)
+    job, state = build(tiny(train__ema=0.9), ALONE)
     notices: list[str] = []
     restore.newest(tmp_path / "checkpoints", job, state, notices.append)
     (notice,) = notices
@@ -189,7 +185,7 @@ def test_an_average_starts_at_a_checkpoint_that_has_none(train: Trainer, tmp_pat
 def test_an_average_that_is_dropped_is_a_notice(train: Trainer, tmp_path: Path) -> None:
     train(tiny(train__ema=0.9), tmp_path, stop_at=12)
     notices: list[str] = []
-    restore.newest(tmp_path / "checkpoints", *build(tiny(), WORLD), notices.append)
+    restore.newest(tmp_path / "checkpoints", *build(tiny(), ALONE), notices.append)
     assert len(notices) == 1 and "dropped, because train.ema is not set" in notices[0]
 
 

@@ -12,11 +12,9 @@ from torch import nn
 from rankzero import UserError
 from rankzero.events import Noticed
 from rankzero.experiment import Experiment
-from rankzero.ranks import Ranks
 from rankzero.training.build import build
-from rankzero.training.distributed.world import World
 from rankzero.training_position import Progress
-from support.training import Trained, Trainer, tiny, weights
+from support.training import ALONE, Trained, Trainer, tiny, weights
 from support.two_ranks import STAGED, layered
 
 STEPS_OF_AN_EPOCH = 6
@@ -34,7 +32,7 @@ def notices(trained: Trained) -> list[str]:
 def test_frozen_modules_do_not_move_until_their_epoch(train: Trainer, tmp_path: Path) -> None:
     """Not even by weight decay."""
     strong = {"weight_decay": 3.0}
-    before = build(staged(), World(Ranks(), torch.device("cpu")))[1].model.state_dict()
+    before = build(staged(), ALONE)[1].model.state_dict()
     held = train(staged(train__steps=STEPS_OF_AN_EPOCH, **strong), tmp_path / "held")
     thawed = train(staged(train__steps=STEPS_OF_AN_EPOCH + 1, **strong), tmp_path / "thawed")
     for name, trained in (("0.weight", False), ("2.bias", False), ("6.weight", True)):
@@ -91,11 +89,11 @@ def test_what_the_model_itself_froze_stays_frozen(train: Trainer, tmp_path: Path
 )
 def test_wrong_names_are_refused_before_training(parts: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        build(staged(frozen_parts=parts), World(Ranks(), torch.device("cpu")))
+        build(staged(frozen_parts=parts), ALONE)
 
 
 def test_a_tied_weight_is_frozen_by_each_of_its_names() -> None:
-    job, state = build(staged(tied=True, frozen_parts="6"), World(Ranks(), torch.device("cpu")))
+    job, state = build(staged(tied=True, frozen_parts="6"), ALONE)
     assert not state.model[2].weight.requires_grad  # type: ignore[index]
     assert state.model[2].bias.requires_grad  # type: ignore[index]
     assert not job.frozen_parts.wrongly_set(state.model)
@@ -115,8 +113,7 @@ def test_helpers_leave_the_model_as_it_is_and_no_checkpoint_has_them(
         def helpers(self) -> Any:
             return {}
 
-    world = World(Ranks(), torch.device("cpu"))
-    helped, alone = (build(kind(**vars(staged())), world)[1] for kind in (Helped, Unhelped))
+    helped, alone = (build(kind(**vars(staged())), ALONE)[1] for kind in (Helped, Unhelped))
     assert all(map(torch.equal, helped.model.parameters(), alone.model.parameters()))
     trained = train(Helped(**vars(staged())), tmp_path)
     (saved,) = (tmp_path / "checkpoints").glob("step_*8/state.pt")
@@ -144,7 +141,7 @@ def test_a_helper_that_is_no_module_is_refused() -> None:
             return {"teacher": nn.Linear}
 
     with pytest.raises(UserError, match="'teacher' is a type"):
-        build(Wrong(**vars(staged())), World(Ranks(), torch.device("cpu")))
+        build(Wrong(**vars(staged())), ALONE)
 
 
 def test_a_program_of_torch_export_may_be_a_helper(train: Trainer) -> None:

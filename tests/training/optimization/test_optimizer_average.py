@@ -12,16 +12,13 @@ from torch import nn, optim
 from rankzero.config import override
 from rankzero.errors import UserError
 from rankzero.events import Evaluated
-from rankzero.ranks import Ranks
 from rankzero.training import final_test
 from rankzero.training.build import build
 from rankzero.training.checkpoints import restore
-from rankzero.training.distributed.world import World
 from rankzero.training.stop import StopRequest
 from rankzero.training.strategies.replicated import _divided
-from support.training import Trained, Trainer, tiny, weights
+from support.training import ALONE, Trained, Trainer, tiny, weights
 
-ALONE = World(Ranks(), torch.device("cpu"))
 _SHARE = 0.9
 
 
