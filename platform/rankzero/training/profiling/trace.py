@@ -6,10 +6,10 @@ import bisect
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rankzero.training.profiling.spans import ActivitySpans, Span, union, without
+from rankzero.training.profiling.spans import ActivitySpans, Span, union
 
 FORWARD, DATA = "rankzero::forward", "rankzero::data"
 """Ranges that `profiler` marks."""
@@ -75,7 +75,7 @@ def attributed(events: Sequence[TraceEvent], on_gpu: bool) -> ActivitySpans:
     """Return when something was computed, for what, and when something was communicated. Pure.
 
     On a GPU, a kernel belongs to the range in which the operator that launched it began. On the
-    CPU, operators belong to the range that they are in; gloo's threads communicate.
+    CPU, an operator belongs to the range in which it began; gloo's threads communicate.
     """
     host = [event for event in events if not event.on_gpu]
     ranges = {
@@ -86,12 +86,15 @@ def attributed(events: Sequence[TraceEvent], on_gpu: bool) -> ActivitySpans:
     communicating = [event.span for event in mine if event.communicates]
     work = [event for event in mine if not event.communicates]
     if on_gpu:
-        kernels = [event for event in work if not event.name.startswith(_COPIED_RANGES)]
         begun = {event.number: event.begin for event in host if event.is_operator}
-        parts = _parts_by_launch(kernels, begun, ranges)
+        placed = [
+            (event.span, begun.get(event.launched_by) if event.launched_by else None)
+            for event in work
+            if not event.name.startswith(_COPIED_RANGES)
+        ]
     else:
-        operators = union(event.span for event in work if event.name.startswith("aten::"))
-        parts = _parts_by_time(operators, ranges)
+        placed = [(event.span, event.begin) for event in work if event.name.startswith("aten::")]
+    parts = _parts(placed, ranges)
     forward, unknown = parts[FORWARD], parts[""]
     # On a pipeline's stages, `measure` computes nothing: the forward is outside of its range.
     if not forward:
@@ -99,33 +102,20 @@ def attributed(events: Sequence[TraceEvent], on_gpu: bool) -> ActivitySpans:
     return ActivitySpans(forward, parts[_BACKWARD], parts[_OPTIMIZER], unknown, communicating)
 
 
-def _parts_by_time(
-    busy: Sequence[Span], ranges: Mapping[str, Sequence[Span]]
+def _parts(
+    placed: Iterable[tuple[Span, float | None]], ranges: Mapping[str, Sequence[Span]]
 ) -> dict[str, list[Span]]:
-    """Divide the busy time among the ranges. The key "" has what is in none of them."""
-    # The computation of a batch is counted as waiting for data.
-    rest, parts = without(busy, ranges[DATA]), {}
-    for name in (_OPTIMIZER, _BACKWARD, FORWARD):
-        outside = without(rest, ranges[name])
-        parts[name], rest = without(rest, outside), outside
-    return {**parts, "": rest}
+    """Divide spans among the ranges that their moments are in, or "" if it is in none or unknown.
 
-
-def _parts_by_launch(
-    kernels: Sequence[TraceEvent], begun: Mapping[int, float], ranges: Mapping[str, Sequence[Span]]
-) -> dict[str, list[Span]]:
-    """Divide the kernels among the ranges they were launched in, or "" if that is unknown.
-
-    `begun`: operator's number -> when it began.
+    The computation of a batch is in the range `DATA`: it is counted as waiting for data.
     """
     # The first that fits counts: a forward that is repeated inside the backward belongs to that.
     order = (_OPTIMIZER, _BACKWARD, FORWARD, DATA)
     parts: dict[str, list[Span]] = {name: [] for name in (*order, "")}
-    for kernel in kernels:
-        at = begun.get(kernel.launched_by) if kernel.launched_by else None
-        inside = (name for name in order if at is not None and _covers(ranges[name], at))
-        parts[next(inside, "")].append(kernel.span)
-    return parts
+    for span, moment in placed:
+        inside = (name for name in order if moment is not None and _covers(ranges[name], moment))
+        parts[next(inside, "")].append(span)
+    return {name: union(spans) for name, spans in parts.items()}
 
 
 def _covers(spans: Sequence[Span], moment: float) -> bool:
