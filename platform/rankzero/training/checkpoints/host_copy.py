@@ -93,15 +93,14 @@ class HostCopier:
 
     def _new_buffer(self, source: Tensor) -> Tensor:
         buffer = None if self._memory is None else self._memory.take(source)
-        return _plain_tensor(_empty_on_host(source)) if buffer is None else buffer
-
-
-def _empty_on_host(source: Tensor) -> Tensor:
-    # CUDA refuses to lock pages where the host is short of them, and calls it "out of memory". The
-    # launcher would halve the micro-batch. A copy into other memory is slower.
-    with contextlib.suppress(RuntimeError):
-        return torch.empty_like(source, device="cpu", pin_memory=source.device.type == "cuda")
-    return torch.empty_like(source, device="cpu")
+        if buffer is not None:
+            return buffer
+        # CUDA refuses to lock pages where the host is short of them, and calls it "out of memory".
+        # The launcher would halve the micro-batch. A copy into other memory is slower.
+        on_gpu = source.device.type == "cuda"
+        with contextlib.suppress(RuntimeError):
+            return _plain_tensor(torch.empty_like(source, device="cpu", pin_memory=on_gpu))
+        return _plain_tensor(torch.empty_like(source, device="cpu"))
 
 
 def _plain_tensor(tensor: Tensor) -> Tensor:
