@@ -23,7 +23,7 @@ from rankzero import (
     override,
     to_yaml,
 )
-from rankzero.config.values import render
+from rankzero.config import rendered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +109,7 @@ experiments = st.builds(
 @given(experiments)
 def test_experiment_survives_yaml_and_text(experiment: Derived) -> None:
     assert from_yaml(Derived, to_yaml(experiment)) == experiment
-    assert (
-        override(Derived(), {key: render(value) for key, value in flatten(experiment).items()})
-        == experiment
-    )
+    assert override(Derived(), rendered(experiment)) == experiment
 
 
 def test_field_without_a_default_is_refused() -> None:

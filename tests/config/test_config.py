@@ -17,6 +17,7 @@ from rankzero.config import (
     override,
     parse_assignments,
     read_yaml,
+    rendered,
     to_yaml,
 )
 from rankzero.config.values import NONE_WORDS, coerce, render
@@ -80,9 +81,7 @@ def test_yaml_round_trip(config: Outer) -> None:
 
 @given(outers)
 def test_text_round_trip(config: Outer) -> None:
-    assert (
-        override(Outer(), {key: render(value) for key, value in flatten(config).items()}) == config
-    )
+    assert override(Outer(), rendered(config)) == config
 
 
 @given(outers)

@@ -20,10 +20,10 @@ from rankzero.config import (
     parse_assignments,
     read_file,
     read_yaml,
+    rendered,
     to_yaml,
 )
 from rankzero.config.renamed import with_new_names
-from rankzero.config.values import render
 from rankzero.experiment import Experiment, Train
 from support.fuzz import patient, thorough
 
@@ -188,10 +188,7 @@ def test_any_assignments_are_a_config_or_a_config_error(assignments: list[str]) 
         except ConfigError as error:
             assert len(str(error)) < 3000
         else:
-            assert (
-                override(start, {key: render(value) for key, value in flatten(config).items()})
-                == config
-            )
+            assert override(start, rendered(config)) == config
             assert from_yaml(type(config), to_yaml(config)) == config
 
 
