@@ -77,6 +77,16 @@ class Server:
             time.sleep(0.1)
         raise AssertionError((self.root / "server.log").read_text())
 
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Serve during the block. Its end kills the server."""
+        self.start()
+        self.wait()
+        try:
+            yield
+        finally:
+            self.kill()
+
     @property
     def pid(self) -> int:
         assert self._process is not None
@@ -140,10 +150,8 @@ def server(empty_database: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     """One server for all tests; each uses its own run."""
     root = tmp_path_factory.mktemp("server")
     made = Server(root, copied(empty_database, root))
-    made.start()
-    made.wait()
-    yield made
-    made.kill()
+    with made.running():
+        yield made
 
 
 @pytest.fixture(scope="session")

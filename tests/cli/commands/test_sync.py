@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import json
 import math
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,14 +27,12 @@ from support.stores import list_runs
 
 
 def test_folder_that_disappears_does_not_stop_other_deliveries(
-    new_store: Path,
+    sqlite: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    shutil.copy(new_store, tmp_path / "mlflow.db")
-    made = [make_folder(tmp_path, uri) for _ in range(3)]
+    made = [make_folder(tmp_path, sqlite) for _ in range(3)]
     for folder in made:
         append(folder, started(), steps(1, 3), ended("KILLED", "stopped"))
     going = made[1]
@@ -54,16 +51,14 @@ def test_folder_that_disappears_does_not_stop_other_deliveries(
     told = capsys.readouterr().out
     assert f"{going.path.name}: {going.path} was moved or deleted while it was delivered" in told
     assert told.count(": complete, ") == 2
-    status = {run.name: run.status for run in list_runs(uri)}
+    status = {run.name: run.status for run in list_runs(sqlite)}
     assert {status[folder.path.name] for folder in (made[0], made[2])} == {"KILLED"}
 
 
 def test_a_folder_that_cannot_be_locked_does_not_stop_other_deliveries(
-    new_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sqlite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    shutil.copy(new_store, tmp_path / "mlflow.db")
-    made = [make_folder(tmp_path, uri) for _ in range(3)]
+    made = [make_folder(tmp_path, sqlite) for _ in range(3)]
     for folder in made:
         append(folder, started(), steps(1, 3), ended())
     lock_out(made[1])
@@ -73,12 +68,10 @@ def test_a_folder_that_cannot_be_locked_does_not_stop_other_deliveries(
 
 
 def test_a_child_that_cannot_be_locked_does_not_stop_its_siblings(
-    new_store: Path, tmp_path: Path
+    sqlite: str, tmp_path: Path
 ) -> None:
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    shutil.copy(new_store, tmp_path / "mlflow.db")
-    parent = make_folder(tmp_path, uri)
-    children = [make_folder(tmp_path, uri, parent=parent.path.name) for _ in range(2)]
+    parent = make_folder(tmp_path, sqlite)
+    children = [make_folder(tmp_path, sqlite, parent=parent.path.name) for _ in range(2)]
     for folder in (parent, *children):
         append(folder, started(), steps(1, 3), ended())
     for child in children:
@@ -86,19 +79,17 @@ def test_a_child_that_cannot_be_locked_does_not_stop_its_siblings(
     lock_out(children[0])
     with pytest.raises(OSError, match=children[0].path.name):
         sync.deliver(parent)
-    assert {run.name for run in list_runs(uri)} == {parent.path.name, children[1].path.name}
+    assert {run.name for run in list_runs(sqlite)} == {parent.path.name, children[1].path.name}
 
 
 def test_children_are_delivered_with_their_parent_and_wait_for_nothing(
-    new_store: Path,
+    sqlite: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    shutil.copy(new_store, tmp_path / "mlflow.db")
-    parent = make_folder(tmp_path, uri)
-    child = make_folder(tmp_path, uri, parent=parent.path.name)
+    parent = make_folder(tmp_path, sqlite)
+    child = make_folder(tmp_path, sqlite, parent=parent.path.name)
     parent.add_child(child.path.name)
     append(parent, started(), ended())
     append(child, started(step=9), steps(10, 20), ended())  # the newest, so the first of a list
@@ -106,7 +97,7 @@ def test_children_are_delivered_with_their_parent_and_wait_for_nothing(
     assert command.run(argparse.Namespace(run=None, dir=tmp_path)) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(f"{parent.path.name}: complete, ") and printed.count("\n") == 1
-    assert {run.name for run in list_runs(uri)} == {parent.path.name, child.path.name}
+    assert {run.name for run in list_runs(sqlite)} == {parent.path.name, child.path.name}
 
 
 def lock_out(folder: RunFolder) -> None:
@@ -115,14 +106,12 @@ def lock_out(folder: RunFolder) -> None:
 
 
 def test_samples_of_other_nodes_are_delivered_here_and_on_a_helper_machine(
-    new_store: Path,
+    sqlite: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    shutil.copy(new_store, tmp_path / "mlflow.db")
-    folder = make_folder(tmp_path, uri)
+    folder = make_folder(tmp_path, sqlite)
     append(folder, started(), steps(1, 3), ended())
     helper = RunFolder.create(tmp_path / "helper" / "runs", folder.identity)
     everything = argparse.Namespace(run=None, dir=tmp_path)
@@ -142,14 +131,12 @@ def test_samples_of_other_nodes_are_delivered_here_and_on_a_helper_machine(
 
 
 def test_samples_of_a_deleted_run_do_not_fail_a_sync_of_all(
-    new_store: Path,
+    sqlite: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    shutil.copy(new_store, tmp_path / "mlflow.db")
-    parent = make_folder(tmp_path, uri)
+    parent = make_folder(tmp_path, sqlite)
     kept, gone = (
         RunFolder.create(
             parent.path.parent,
@@ -173,7 +160,7 @@ def test_samples_of_a_deleted_run_do_not_fail_a_sync_of_all(
     gone.system(1).write_text(sample)
     assert sync.deliver(parent).done
     run_id = delivery_state.load(delivery_state.path_of(gone, 0)).run_id or ""
-    MlflowRuns(uri)._client.delete_run(run_id)
+    MlflowRuns(sqlite)._client.delete_run(run_id)
     later = encode(SystemSampled(T0 + 9, 2, {"system/node_1/cpu": 1.0})) + "\n"
     gone.system(1).write_text(sample + later)
     monkeypatch.setattr(best_model, "log_best", log_best)
@@ -207,14 +194,12 @@ def test_the_best_model_is_logged_if_the_run_wants_it_and_lacks_it(
     logged_after: float | None,
     late: bool,
     is_logged: bool,
-    new_store: Path,
+    sqlite: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    shutil.copy(new_store, tmp_path / "mlflow.db")
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    folder, done = make_folder(tmp_path, uri, experiment_file=experiment_file), list[RunFolder]()
+    folder, done = make_folder(tmp_path, sqlite, experiment_file=experiment_file), list[RunFolder]()
     append(folder, started(), steps(1, 3), ended())
     if settings is not None:
         folder.config.write_text(settings)
@@ -236,9 +221,8 @@ def test_the_best_model_is_logged_if_the_run_wants_it_and_lacks_it(
     assert capsys.readouterr().out.count("\n") == 1, "nothing else is told"
 
 
-def test_a_sync_with_nothing_to_do_imports_no_pytorch(new_store: Path, tmp_path: Path) -> None:
-    shutil.copy(new_store, tmp_path / "mlflow.db")
-    folder = make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
+def test_a_sync_with_nothing_to_do_imports_no_pytorch(sqlite: str, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, sqlite)
     append(folder, started(), steps(1, 3), ended())
     assert command.run(argparse.Namespace(run=folder.path.name, dir=tmp_path)) == 0
     words = ["sync", folder.path.name, "--dir", str(tmp_path)]
