@@ -48,15 +48,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory, new_store: Path) -> Iterat
         git(command.folder, "init", "-q")
         git(command.folder, "add", ".")
         git(command.folder, "commit", "-qm", "one")
-        code, output = command(
+        command.succeed(
             "train", "chatty.py", "--nproc", 2, "--run-name", "first", "train.mlflow.log_model=true"
         )
-        assert code == 0, output
         (command.folder / "tiny.py").write_text(TINY.read_text().replace("nn.ReLU()", "nn.GELU()"))
-        code, output = command(
+        command.succeed(
             "train", "tiny.py", "--nproc", 1, "--run-name", "second", "lr=0.001", "train.steps=9"
         )
-        assert code == 0, output
         yield command
 
 

@@ -138,8 +138,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, new_store: Path) -> Iterat
             for name in ("short", "gone"):
                 words = ("train", file, *SHORT, "--name", f"{name}-{number}", "--offline")
                 model = f"train.mlflow.log_model={str(name == 'short').lower()}"
-                code, output = rankzero(*words, model, f"lr=0.{number + 1}")
-                assert code == 0, output
+                rankzero.succeed(*words, model, f"lr=0.{number + 1}")
         _deliver(rankzero, folder)
         environ = {**rankzero.environ, "RANKZERO_DIR": str(folder / "mlruns")}
         yield Project(folder, here, environ)
@@ -148,8 +147,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, new_store: Path) -> Iterat
 def _deliver(rankzero: Command, folder: Path) -> None:
     for words in (("sync",), ("export", "gone-0", "--bundle", folder / "ein Lauf.zip")):
         # A warm process would fork the one that logs the best model after it has opened the store.
-        code, output = rankzero(*words, cold=True)
-        assert code == 0, output
+        rankzero.succeed(*words, cold=True)
 
 
 def test_every_verb_is_tried() -> None:

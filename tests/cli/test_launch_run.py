@@ -54,15 +54,20 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
         yield made
 
 
+def plan_of(folder: RunFolder, processes: int = 1) -> launch_run.LaunchPlan:
+    experiment = experiment_file.load(str(TINY))()
+    root = folder.path.parent.parent
+    return launch_run.LaunchPlan(folder, experiment, agent.Topology(processes), root)
+
+
 def finish(
     folder: RunFolder, hurried: Callable[[], bool] = lambda: False, *, seen: bool = True
 ) -> list[str]:
     """Let the command wait for the delivery; return its notices. `seen`: whether it saw the end."""
     console = Told(ended() if seen else None)
-    experiment = config.override(
-        experiment_file.load(str(TINY))(), {"train.mlflow.log_model": True}
-    )
-    tried = launch_run.LaunchPlan(folder, experiment, agent.Topology(1), folder.path.parent)
+    plan = plan_of(folder)
+    experiment = config.override(plan.experiment, {"train.mlflow.log_model": True})
+    tried = dataclasses.replace(plan, experiment=experiment)
     launch_run._finish_delivery(tried, console, hurried)  # type: ignore[arg-type]
     return console.notices
 
@@ -70,9 +75,7 @@ def finish(
 def without_rank_zero(folder: RunFolder, *, stopped: bool) -> tuple[int, list[str]]:
     """Report a launch whose ranks did not come up; return the exit code and what is said."""
     console = Told(None)
-    plan = launch_run.LaunchPlan(
-        folder, experiment_file.load(str(TINY))(), agent.Topology(1), folder.path.parent
-    )
+    plan = plan_of(folder)
     result = agent.LaunchResult("FAILED", "stopped by SIGTERM before it began")
     code = launch_run._report_without_attempt(plan, result, console, stopped=stopped)  # type: ignore[arg-type]
     return code, console.notices
@@ -91,9 +94,7 @@ def test_resume_that_is_stopped_early_leaves_the_run_unchanged(tmp_path: Path) -
 
 
 def test_folder_that_is_gone_after_a_training_fails_the_command(tmp_path: Path) -> None:
-    plan = launch_run.LaunchPlan(
-        make_folder(tmp_path), experiment_file.load(str(TINY))(), agent.Topology(1), tmp_path
-    )
+    plan = plan_of(make_folder(tmp_path))
     shutil.rmtree(plan.folder.path)
     for result in (agent.LaunchResult("FINISHED"), agent.LaunchResult("FAILED", "disk")):
         with pytest.raises(RunFailed, match="deleted during the training: move it back"):
@@ -102,9 +103,7 @@ def test_folder_that_is_gone_after_a_training_fails_the_command(tmp_path: Path) 
 
 def test_a_rank_that_was_killed_after_the_training_is_named(folder: RunFolder) -> None:
     console = Told(None)
-    plan = launch_run.LaunchPlan(
-        folder, experiment_file.load(str(TINY))(), agent.Topology(2), folder.path.parent
-    )
+    plan = plan_of(folder, 2)
     for result in (
         agent.LaunchResult("FINISHED"),
         agent.LaunchResult("FAILED", "rank 1 was killed by SIGKILL", -9, signal.SIGKILL),
@@ -156,9 +155,7 @@ def test_a_run_on_a_full_disk_is_not_promised(
     monkeypatch.setattr(disk, "is_full", lambda at: True)
     told = finish(folder)[-1]
     assert "Make room, then: rankzero sync" in told and "Nothing is lost" not in told
-    plan = launch_run.LaunchPlan(
-        lost, experiment_file.load(str(TINY))(), agent.Topology(1), lost.path.parent
-    )
+    plan = plan_of(lost)
     for reason in ("rank 0 was killed", ""):
         result = agent.LaunchResult("FAILED", reason)
         with pytest.raises(RunFailed, match=rf"\({reason}.*the disk of {lost.path} is full\)"):
@@ -231,10 +228,9 @@ def test_best_model_gets_the_time_that_the_delivery_left(
 
 def test_sync_delivers_what_a_command_did_not_wait_for(rankzero: Command) -> None:
     rankzero.environ["RANKZERO_DELIVERY_GRACE_SECONDS"] = "0"
-    code, output = rankzero(
+    output = rankzero.succeed(
         "train", TINY, "train.steps=4", "train.mlflow.log_model=true", "--run-name", "hasty"
     )
-    assert code == 0, output
     assert "the best model" in output and "rankzero sync hasty" in output, output
     folder = RunFolder(rankzero.folder / "mlruns/runs/hasty")
     assert not folder.logged_model.exists()

@@ -42,8 +42,7 @@ def inputs(rankzero: Command) -> dict[str, dict[str, tuple[str, str, int]]]:
 
 @pytest.mark.slow
 def test_mistakes_of_two_ranks_are_in_mlflow(rankzero: Command) -> None:
-    code, output = rankzero("train", DIGITS, "--nproc", 2, *FEW)
-    assert code == 0, output
+    rankzero.succeed("train", DIGITS, "--nproc", 2, *FEW)
     rankzero("sync")
     (run,) = rankzero.runs
     folder = artifacts(rankzero, run)
@@ -71,8 +70,7 @@ def test_runs_on_the_same_data_are_found_by_its_digest(rankzero: Command) -> Non
         ("other", ("samples=46",)),
     ):
         words = ("--run-name", name, "--offline", *settings)
-        code, output = rankzero("train", f"{PICTURED}:Showing", *words)
-        assert code == 0, output
+        rankzero.succeed("train", f"{PICTURED}:Showing", *words)
     rankzero("sync")
     found = inputs(rankzero)
     assert found["one"] == found["two"] and found["one"]["training"] == found["other"]["training"]
@@ -98,8 +96,7 @@ def test_runs_on_the_same_data_are_found_by_its_digest(rankzero: Command) -> Non
 
 def test_resume_deletes_unfinished_pictures_of_a_killed_attempt(rankzero: Command) -> None:
     words = ("--run-name", "run", "train.steps=6", "train.checkpoints.save_every=3", "--offline")
-    code, output = rankzero("train", f"{PICTURED}:Showing", *words)
-    assert code == 0, output
+    rankzero.succeed("train", f"{PICTURED}:Showing", *words)
     (run,) = rankzero.runs
     left = [
         run.pictures / "step_00000006_1800000000000.npz",
@@ -107,8 +104,7 @@ def test_resume_deletes_unfinished_pictures_of_a_killed_attempt(rankzero: Comman
     ]
     for path in left:
         path.write_bytes(b"half of it")
-    code, output = rankzero("resume", "run", "train.steps=12", "--offline")
-    assert code == 0, output
+    rankzero.succeed("resume", "run", "train.steps=12", "--offline")
     rankzero("sync")
     assert not list(run.pictures.iterdir())
     assert [event.step for event in events(run) if isinstance(event, PicturesTaken)] == [

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from rankzero.cli.main import main
-from rankzero.events import Evaluated, RunEnded, RunStarted
+from rankzero.events import Evaluated, RunEnded
 from rankzero.mlflow_store import server
 from rankzero.run_store.folder import RunFolder
 from support.commands import (
@@ -27,6 +27,7 @@ from support.commands import (
     last_end,
     losses,
     processes_of,
+    starts,
     tracked,
     wait_for_status,
     wait_until,
@@ -66,10 +67,6 @@ def joined(launcher: subprocess.Popen[str]) -> bool:
     )
 
 
-def starts(folder: RunFolder) -> int:
-    return sum(isinstance(event, RunStarted) for event in events(folder))
-
-
 @pytest.mark.parametrize("moment", [has_the_agents_logs, has_a_rank])
 def test_signal_while_ranks_start_stops_the_run(
     rankzero: Command, moment: Callable[[Command], bool]
@@ -84,7 +81,7 @@ def test_signal_while_ranks_start_stops_the_run(
         assert process.returncode == 1 and not folder.events.exists()
     else:
         assert process.returncode == 75, output
-        assert last_end(folder).status == "KILLED" and starts(folder) == 1
+        assert last_end(folder).status == "KILLED" and len(starts(folder)) == 1
     assert not forkservers(rankzero)
 
 
@@ -92,8 +89,7 @@ def test_signal_while_ranks_start_stops_the_run(
 def test_resume_that_fails_to_start_is_not_reported_as_the_attempt_before(
     rankzero: Command,
 ) -> None:
-    code, output = rankzero("train", TINY, "--nproc", 1, "--run-name", "r", "train.steps=4")
-    assert code == 0, output
+    rankzero.succeed("train", TINY, "--nproc", 1, "--run-name", "r", "train.steps=4")
     folder = rankzero.runs[0]
     broken = rankzero.folder / "broken.py"
     broken.write_text(
@@ -106,7 +102,7 @@ def test_resume_that_fails_to_start_is_not_reported_as_the_attempt_before(
     assert "in MLflow yet" not in output and time.monotonic() - began < 60, (
         "it waited although there is nothing to deliver"
     )
-    assert tracked(folder).status == "FINISHED" and starts(folder) == 1
+    assert tracked(folder).status == "FINISHED" and len(starts(folder)) == 1
 
     launched = len(list((folder.path / "logs").iterdir()))
     words = ("resume", "r", "--experiment", TINY, *ENDLESS, "train.steps=none")
@@ -119,10 +115,10 @@ def test_resume_that_fails_to_start_is_not_reported_as_the_attempt_before(
         assert (
             "r is unchanged" in output
             and tracked(folder).status == "FINISHED"
-            and starts(folder) == 1
+            and len(starts(folder)) == 1
         )
     else:
-        assert starts(folder) == 2
+        assert len(starts(folder)) == 2
         wait_for_status(folder, "KILLED")
 
 
@@ -164,14 +160,8 @@ def test_ranks_have_sessions_of_their_own_and_end_with_the_group_of_the_command(
     """Also where a script's shell has the command ignore SIGINT, which PyTorch would send them."""
     settings = ENDLESS if verb == "train" else ("step_seconds=0.5",)
     command = shlex.join([sys.executable, "-m", "rankzero", verb, str(TINY), "--nproc", "2"])
-    process = subprocess.Popen(
-        ["sh", "-c", f"trap '' INT; exec {command} --offline {shlex.join(settings)}"],
-        cwd=rankzero.folder,
-        env=rankzero.environ,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    script = f"trap '' INT; exec {command} --offline {shlex.join(settings)}"
+    process = rankzero.start_program("sh", "-c", script)
 
     def ranks() -> list[psutil.Process]:
         return [one for one in forkservers(rankzero) if os.getsid(one.pid) == one.pid]
@@ -191,16 +181,7 @@ def test_hangup_under_nohup_stops_nothing(rankzero: Command) -> None:
         *(sys.executable, "-m", "rankzero", "train", str(TINY), "--nproc", "2"),
         *("step_seconds=0.02", "train.steps=150"),
     ]
-    process = subprocess.Popen(
-        ["nohup", *command, "train.log_every=2"],
-        cwd=rankzero.folder,
-        env=rankzero.environ,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    rankzero.started.append(process)
+    process = rankzero.start_program("nohup", *command, "train.log_every=2")
     folder = rankzero.wait_for_step(4)
     assert len(forkservers(rankzero)) == 3
     for one in processes_of(rankzero.folder):
@@ -216,16 +197,7 @@ def test_background_job_reports_that_ctrl_c_is_ignored_and_sigterm_stops_it(
     """A script's shell starts background jobs with SIGINT ignored."""
     words = ["train", str(TINY), "--offline", *ENDLESS]
     command = shlex.join([sys.executable, "-m", "rankzero", *words])
-    process = subprocess.Popen(
-        ["sh", "-c", f"trap '' INT; exec {command}"],
-        cwd=rankzero.folder,
-        env=rankzero.environ,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    rankzero.started.append(process)
+    process = rankzero.start_program("sh", "-c", f"trap '' INT; exec {command}")
     folder = rankzero.wait_for_step(4)
     for one in processes_of(rankzero.folder):
         one.send_signal(signal.SIGINT)
@@ -251,7 +223,7 @@ def test_second_signal_ends_the_training_without_a_restart(
     output, _ = process.communicate(timeout=60)
     assert process.returncode in (1, 75), output
     (folder,) = rankzero.runs
-    assert starts(folder) == 1
+    assert len(starts(folder)) == 1
     assert last_end(folder).status in ("KILLED", "FAILED")
 
 
@@ -262,7 +234,7 @@ def test_stop_during_a_long_evaluation_leaves_a_checkpoint_in_time(
         *("train.steps=40", "train.eval_every=20", "train.batch_size=8", "dropout=0.2"),
         *("--nproc", 2, "--offline"),
     )
-    assert rankzero("train", CLOCKED, "--run-name", "straight", *settings)[0] == 0
+    rankzero.succeed("train", CLOCKED, "--run-name", "straight", *settings)
     evaluating = rankzero.folder / "evaluating"
     rankzero.environ["TORTURE_EVALUATING"] = str(evaluating)
     # Seven batches of five seconds on each rank; six of them would begin after the signal.
@@ -284,8 +256,7 @@ def test_stop_during_a_long_evaluation_leaves_a_checkpoint_in_time(
     )
     assert not evaluations(stopped)
 
-    code, output = rankzero("resume", "stopped", "evaluation_seconds=0", "--offline")
-    assert code == 0, output
+    rankzero.succeed("resume", "stopped", "evaluation_seconds=0", "--offline")
     assert losses(stopped) == losses(straight)
     assert evaluations(stopped) == evaluations(straight) and list(evaluations(stopped)) == [20, 40]
     assert last_end(stopped).status == "FINISHED"

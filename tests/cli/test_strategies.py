@@ -35,8 +35,7 @@ def undisturbed(
     """The losses by step of one process that is not stopped."""
     with command_in(tmp_path_factory.mktemp("undisturbed"), new_store) as rankzero:
         words = ("--nproc", 1, "train.strategy=single", "--offline", *SETTINGS)
-        code, output = rankzero("train", LAYERED, *words)
-        assert code == 0, output
+        rankzero.succeed("train", LAYERED, *words)
         yield losses(rankzero.runs[0])
 
 
@@ -65,8 +64,7 @@ def test_strategy_stopped_twice_and_resumed_has_the_losses_of_one_process(
         "stopped by SIGUSR2"
     )
 
-    code, output = rankzero("resume", "run")  # delivers all three attempts
-    assert code == 0, output
+    rankzero.succeed("resume", "run")  # delivers all three attempts
     assert tracked(run).status == "FINISHED"
     assert losses(run) == pytest.approx(undisturbed, rel=1e-4, abs=1e-5)
     points = MlflowRuns(run.identity.tracking_uri).history(tracked(run).run_id, "train/loss")

@@ -55,8 +55,7 @@ def test_a_tag_that_would_be_lost_is_refused(tag: str) -> None:
 
 
 def test_tags_and_the_note_of_a_run(rankzero: Command) -> None:
-    code, output = rankzero("train", TINY, "--nproc", 1, "train.epochs=1", *WORDS)
-    assert code == 0, output
+    rankzero.succeed("train", TINY, "--nproc", 1, "train.epochs=1", *WORDS)
     tags = tracked(rankzero.runs[0]).tags
     assert tags["team"] == "vision"
     assert tags["mlflow.note.content"].startswith("a first try\n\n<!-- rankzero")

@@ -22,7 +22,7 @@ import pytest
 
 from rankzero.catalog import lookup
 from rankzero.catalog.lookup import folders, mlflow_id
-from rankzero.events import Event, RunEnded, StepsLogged
+from rankzero.events import Event, RunEnded, RunStarted, StepsLogged
 from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
@@ -55,8 +55,12 @@ class Command:
             forked = warm_server().start([*map(str, words)], self.folder, self.environ)
             self.started.append(forked)
             return forked
+        return self.start_program(sys.executable, "-m", "rankzero", *map(str, words))
+
+    def start_program(self, *words: str) -> subprocess.Popen[str]:
+        """Start a program in the folder."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "rankzero", *map(str, words)],
+            words,
             cwd=self.folder,
             env=self.environ,
             text=True,
@@ -72,6 +76,12 @@ class Command:
         process = self.start(*words, cold=cold)
         output, _ = process.communicate(timeout=SECONDS)
         return process.wait(), output
+
+    def succeed(self, *words: object, cold: bool = False) -> str:
+        """Run a command that must end with exit code 0; return all that was printed."""
+        code, output = self(*words, cold=cold)
+        assert code == 0, output
+        return output
 
     @property
     def runs(self) -> list[RunFolder]:
@@ -92,6 +102,11 @@ class Command:
 
 def events(folder: RunFolder) -> list[Event]:
     return list(read_all(folder.events))
+
+
+def starts(folder: RunFolder) -> list[int]:
+    """Return the step at which each attempt began."""
+    return [event.step for event in events(folder) if isinstance(event, RunStarted)]
 
 
 def last_end(folder: RunFolder) -> RunEnded:

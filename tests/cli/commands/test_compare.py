@@ -18,11 +18,10 @@ LAYERED = TINY.with_name("layered.py")
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_the_same_work_under_several_strategies(rankzero: Command) -> None:
-    code, output = rankzero(
+    output = rankzero.succeed(
         *("compare", LAYERED, "--strategies", "single,dp,ddp,fsdp,pp", "--nproc", "1,2"),
         "train.steps=60",
     )
-    assert code == 0, output
     runs = mlflow_runs(rankzero.folder)
     (parent,) = (run for run in runs.values() if "mlflow.parentRunId" not in run.tags)
     children = {
@@ -54,8 +53,7 @@ def test_the_same_work_under_several_strategies(rankzero: Command) -> None:
 
 
 def test_a_profile_reports_the_parts_of_a_step(rankzero: Command) -> None:
-    code, output = rankzero("profile", LAYERED, "--nproc", 2)
-    assert code == 0, output
+    output = rankzero.succeed("profile", LAYERED, "--nproc", 2)
     assert "A step takes" in output and "The limit is" in output and "aten::" in output
     run = next(iter(mlflow_runs(rankzero.folder).values()))
     assert run.status == "FINISHED" and "The limit is" in run.tags["mlflow.note.content"]

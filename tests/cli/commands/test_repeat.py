@@ -9,19 +9,14 @@ import pytest
 
 from rankzero.catalog.lookup import mlflow_id
 from rankzero.confidence import half_width
-from rankzero.events import RunStarted
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store.folder import RunFolder
-from support.commands import TINY, Command, events, last_end, losses
+from support.commands import TINY, Command, last_end, losses, starts
 from support.runs import make_folder
 from support.stores import mlflow_runs
 
 FOLDED = TINY.with_name("folded.py")
 NAMES = [f"r-fold{fold}-seed{seed}" for fold in (0, 1) for seed in (0, 1)]
-
-
-def attempts(folder: RunFolder) -> int:
-    return sum(isinstance(event, RunStarted) for event in events(folder))
 
 
 def mean_and_half_width(folders: dict[str, RunFolder]) -> tuple[float, float | None]:
@@ -51,10 +46,9 @@ def test_folds_and_seeds_become_one_mean_and_a_failed_run_is_trained_again(
     assert {runs[name].tags["mlflow.parentRunId"] for name in NAMES} == {runs["r"].run_id}
 
     (rankzero.folder / "broken").unlink()
-    code, output = rankzero("repeat", "r")
-    assert code == 0, output
+    rankzero.succeed("repeat", "r")
     folders = {run.path.name: run for run in rankzero.runs}
-    assert [attempts(folders[name]) for name in ("r", *NAMES)] == [2, 1, 1, 1, 2]
+    assert [len(starts(folders[name])) for name in ("r", *NAMES)] == [2, 1, 1, 1, 2]
     runs, (mean, half) = mlflow_runs(rankzero.folder), mean_and_half_width(folders)
     parent = runs["r"]
     assert parent.status == "FINISHED" and runs[NAMES[3]].status == "FINISHED"
@@ -83,7 +77,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_repeat_continues_it(rankzero: Co
     assert last_end(first).status == last_end(parent).status == "KILLED"
     code, output = rankzero("repeat", "r", "--seeds", "4,", "--offline")
     assert code == 0 and "run 1 of 2: seed=3" in output and "over 2 seeds" in output, output
-    assert attempts(first) == 2
+    assert len(starts(first)) == 2
     code, output = rankzero("train", TINY, *how, "train.seed=3", "--run-name", "whole")
     assert code == 0 and losses(first) == losses(RunFolder(first.path.with_name("whole"))), output
     code, output = rankzero("repeat", "r", "--offline")
@@ -93,17 +87,15 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_repeat_continues_it(rankzero: Co
 @pytest.mark.timeout(200)
 def test_a_deleted_run_is_left_out_and_not_trained_again(rankzero: Command) -> None:
     """MLflow's UI deletes an outlier, or a run that failed."""
-    code, output = rankzero("repeat", TINY, "--seeds", 2, "--run-name", "r", "train.epochs=1")
-    assert code == 0, output
+    rankzero.succeed("repeat", TINY, "--seeds", 2, "--run-name", "r", "train.epochs=1")
     (child,) = (run for run in rankzero.runs if run.path.name == "r-seed1")
     MlflowRuns(child.identity.tracking_uri).deletion.delete(mlflow_id(child) or "")
     code, output = rankzero("repeat", "r")
-    assert code == 0 and attempts(child) == 1 and "1 of 2 runs are missing" in output, output
+    assert code == 0 and len(starts(child)) == 1 and "1 of 2 runs are missing" in output, output
     assert "missing: seed=1: DELETED" in output and "delete --restore r-seed1" in output, output
-    code, output = rankzero("delete", "--restore", "r-seed1")
-    assert code == 0, output
+    rankzero.succeed("delete", "--restore", "r-seed1")
     code, output = rankzero("repeat", "r")
-    assert code == 0 and attempts(child) == 1 and "over 2 seeds." in output, output
+    assert code == 0 and len(starts(child)) == 1 and "over 2 seeds." in output, output
 
 
 @pytest.mark.slow

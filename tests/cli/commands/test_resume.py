@@ -19,8 +19,7 @@ from support.runs import append, make_folder, started
 
 @pytest.mark.timeout(200)
 def test_report_of_a_run_in_steps_suggests_what_trains_further(rankzero: Command) -> None:
-    code, output = rankzero("train", TINY, "train.steps=6", "--run-name", "r", "--offline")
-    assert code == 0, output
+    rankzero.succeed("train", TINY, "train.steps=6", "--run-name", "r", "--offline")
     (run,) = rankzero.runs
     suggested = re.search(r"rankzero (resume r .*)", rankzero("report", "r")[1])
     assert suggested is not None and suggested[1] == "resume r train.steps=12"
@@ -47,8 +46,7 @@ def test_report_of_a_run_in_steps_suggests_what_trains_further(rankzero: Command
 
 @pytest.mark.timeout(200)
 def test_a_resume_on_other_data_says_so(rankzero: Command) -> None:
-    code, output = rankzero("train", TINY, "train.steps=6", "--run-name", "r", "--offline")
-    assert code == 0, output
+    rankzero.succeed("train", TINY, "train.steps=6", "--run-name", "r", "--offline")
     code, output = rankzero("resume", "r", "train.steps=8", "--offline")
     assert code == 0 and "other data" not in output, output
     code, output = rankzero("resume", "r", "train.steps=10", "augment=true", "--offline")
@@ -58,8 +56,7 @@ def test_a_resume_on_other_data_says_so(rankzero: Command) -> None:
 
 def test_a_setting_that_the_file_has_no_more_is_named_with_two_ways_on(rankzero: Command) -> None:
     (file := rankzero.folder / "net.py").write_text(TINY.read_text())
-    code, output = rankzero("train", file, "train.steps=6", "--run-name", "r", "--offline")
-    assert code == 0, output
+    rankzero.succeed("train", file, "train.steps=6", "--run-name", "r", "--offline")
     file.write_text(TINY.read_text().replace("dropout", "rate"))
     (run,) = rankzero.runs
     again = ("resume", "r", "train.steps=12", "--offline")
@@ -104,16 +101,14 @@ def test_a_hook_that_nothing_calls_refuses_new_runs_and_no_old_one(rankzero: Com
     (file := rankzero.folder / "net.py").write_text(MODULE)
     settings = ("goal.metric=val/loss", "goal.mode=min", "train.batch_size=32")
     own = ("train", file, "--offline", *settings)
-    code, output = rankzero(*own, "--name", "old", "train.steps=4")
-    assert code == 0, output
+    rankzero.succeed(*own, "--name", "old", "train.steps=4")
     # As a run of a version that did not look for this hook.
     file.write_text(MODULE + HOOK)
     code, output = rankzero(*own, "--name", "new", "train.steps=4")
     assert code == 2 and "error: Net defines training_epoch_end, which" in output, output
     code, output = rankzero("resume", "old", "--offline", "train.steps=6")
     assert code == 0 and "note: Net defines training_epoch_end, which" in output, output
-    code, output = rankzero(*own, "--name", "old", "--resume-if-there", "train.steps=8")
-    assert code == 0, output
+    rankzero.succeed(*own, "--name", "old", "--resume-if-there", "train.steps=8")
     (folder,) = rankzero.runs
     assert max(losses(folder)) == 8
     assert {*best_model.load_best(folder).state_dict()} == {"module.net.weight", "module.net.bias"}

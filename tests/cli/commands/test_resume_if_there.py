@@ -13,7 +13,6 @@ import pytest
 
 from rankzero import config
 from rankzero.cli.commands import resume
-from rankzero.events import RunStarted
 from rankzero.launch.machines import ALONE
 from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 from rankzero.run_store import checkpoint_files, run_locks
@@ -23,9 +22,9 @@ from support.checkpoints import save_steps
 from support.commands import (
     TINY,
     Command,
-    events,
     losses,
     processes_of,
+    starts,
     tracked,
     wait_for_status,
     wait_until,
@@ -36,18 +35,13 @@ from support.stores import Server, mlflow_runs
 AGAIN = ("train", TINY, "--name", "again", "--resume-if-there", "train.steps=30")
 
 
-def starts(folder: RunFolder) -> list[int]:
-    return [event.step for event in events(folder) if isinstance(event, RunStarted)]
-
-
 def test_the_same_command_starts_continues_and_then_leaves_a_run(rankzero: Command) -> None:
     process = rankzero.start(*AGAIN, "step_seconds=0.1")
     folder = rankzero.wait_for_step(4)
     process.send_signal(signal.SIGUSR1)
     output, _ = process.communicate(timeout=120)
     assert process.wait() == 75, output
-    code, output = rankzero(*AGAIN, "step_seconds=0.0")
-    assert code == 0, output
+    rankzero.succeed(*AGAIN, "step_seconds=0.0")
     begun, again = starts(folder)
     assert begun == 0 and 4 <= again < 30 and max(losses(folder)) == 30
     code, output = rankzero(*AGAIN)
@@ -87,22 +81,19 @@ def test_a_mistake_in_the_set_up_is_mended_under_the_same_name(rankzero: Command
     for wrong in (words, ("resume", "mine")):
         code, output = rankzero(*wrong)
         assert code == 2 and again in output, output
-    code, output = rankzero(*words, "--resume-if-there")
-    assert code == 0, output
+    rankzero.succeed(*words, "--resume-if-there")
     (folder,) = rankzero.runs
     assert starts(folder)[-1] == 0 and config.read_file(folder.config)["train.batch_size"] == 20
     code, output = rankzero(*words)
     assert code == 2 and "continue it: rankzero resume mine" in output, output
-    code, output = rankzero("delete", "mine", "--yes")
-    assert code == 0, output
+    rankzero.succeed("delete", "mine", "--yes")
     code, output = rankzero(*words)
     assert code == 2 and "mine is deleted: `rankzero delete --restore mine`" in output, output
 
 
 def test_a_run_of_a_lost_disk_continues_from_the_server(rankzero: Command, server: Server) -> None:
     words = (*AGAIN, "--tracking-uri", server.uri, "--experiment-name", "lost-disk")
-    code, output = rankzero(*words, "train.steps=10", "--wait-delivery")
-    assert code == 0, output
+    rankzero.succeed(*words, "train.steps=10", "--wait-delivery")
     run_id = tracked(rankzero.runs[0]).run_id
     _lose_the_disk(rankzero)
     code, output = rankzero(*words, "--wait-delivery")
@@ -127,8 +118,7 @@ def test_a_run_that_returns_to_its_first_machine_continues_from_the_newest_check
     """Machine A, then B, then A again, without a shared disk."""
     store = ("--tracking-uri", server.uri, "--experiment-name", "there-and-back")
     words, slow = (*AGAIN, *store, "--wait-delivery"), "step_seconds=0.3"
-    code, output = rankzero(*words, "train.steps=10")
-    assert code == 0, output
+    rankzero.succeed(*words, "train.steps=10")
     runs = rankzero.folder / "mlruns" / "runs"
     wait_until(lambda: not processes_of(rankzero.folder))
     shutil.copytree(runs, rankzero.folder / "disk-of-a")

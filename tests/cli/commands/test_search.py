@@ -44,11 +44,10 @@ def gone(folder: Path, seconds: float = 30.0) -> bool:
 @pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_a_search_from_the_probe_map_to_training_with_the_sweet_spot(rankzero: Command) -> None:
-    code, output = rankzero(
+    output = rankzero.succeed(
         *("search", TINY, "train.epochs=8", "goal.target=0.8", "api_key=planted-secret"),
         *("--nproc", 2, "--trials", 4, "--study", "s", "--seeds", 2, "--challengers", 1),
     )
-    assert code == 0, output
     assert (
         "probe  batch" in output and "Your configuration" in output
     ) or "Nothing beats your own" in output
@@ -69,10 +68,9 @@ def test_a_search_from_the_probe_map_to_training_with_the_sweet_spot(rankzero: C
     # Other machines may share the database.
     assert b"planted-secret" not in (rankzero.folder / "mlruns/studies.db").read_bytes()
     assert rankzero("report", "s")[1].strip().endswith("runs." if "pays" in output else ".")
-    code, output = rankzero(
+    rankzero.succeed(
         *("train", TINY, "--from", "s", "api_key=mine", "train.steps=5", "--run-name", "with")
     )
-    assert code == 0, output
     params = mlflow_runs(rankzero.folder)["with"].params
     assert params["train.batch_size"] == str(found["train"]["batch_size"]) and params["lr"] == str(
         found["lr"]
@@ -94,8 +92,7 @@ def test_the_probe_decides_loading_processes_and_outlives_what_fails(
 ) -> None:
     rankzero.environ |= {"CXX": "/no/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     words = (SLOW, "--nproc", 2, "--offline", "--knobs", "workers,compile,channels_last")
-    code, output = rankzero("probe", *words)
-    assert code == 0, output
+    output = rankzero.succeed("probe", *words)
     store = rankzero.folder / "mlruns"
     (table,) = store.glob("runs/*/artifacts/knobs.json")
     found = json.loads(table.read_text())
@@ -106,8 +103,7 @@ def test_the_probe_decides_loading_processes_and_outlives_what_fails(
     assert others == {"compile": "failed", "channels_last": "refused"}, output
     (probes,) = store.glob("probes/*.jsonl")
     before = probes.read_bytes()
-    code, output = rankzero("search", *words, "--trials", 2, "--seeds", 2, "goal.target=0.8")
-    assert code == 0, output
+    output = rankzero.succeed("search", *words, "--trials", 2, "--seeds", 2, "goal.target=0.8")
     more = probes.read_bytes().removeprefix(before)
     begun, failed = map(json.loads, more.splitlines())
     assert begun["begun"]["settings"] == failed["settings"] == {"train.compile": True}
@@ -120,11 +116,10 @@ def test_the_probe_decides_loading_processes_and_outlives_what_fails(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_way_a_trial_can_end(rankzero: Command) -> None:
-    code, output = rankzero(
+    output = rankzero.succeed(
         *("search", MOODY, "--nproc", 2, "--trials", 6, "--sampler", "grid"),
         *("--pruner", "none", "--no-probe", "--silence-seconds", 8, "--study", "s"),
     )
-    assert code == 0, output
     study = find_study(default_storage(rankzero.folder / "mlruns"), "s")
     runs = mlflow_runs(rankzero.folder)
     ends = {
@@ -162,8 +157,7 @@ def test_every_way_a_trial_can_end(rankzero: Command) -> None:
 def test_a_search_of_numbers_of_devices_and_what_they_cost(rankzero: Command) -> None:
     words = ("search", TINY, "train.epochs=6", "goal.target=0.8", "--nproc", "1,2", "--trials", 3)
     words += ("--seeds", 2, "--challengers", 1, "--study", "s", "--knobs", "batch", "--offline")
-    code, output = rankzero(*words, "--price", 3.6)
-    assert code == 0, output
+    output = rankzero.succeed(*words, "--price", 3.6)
     assert "probe  on 2 devices" in output and "at 3.6 per device-hour" in output, output
     assert "--from s --nproc" in output
     study = find_study(default_storage(rankzero.folder / "mlruns"), "s")
@@ -209,8 +203,7 @@ def test_a_stop_keeps_the_study_and_the_same_command_resumes_it(
         "FINISHED",
         "KILLED",
     )
-    code, output = rankzero(*words)
-    assert code == 0, output
+    rankzero.succeed(*words)
     runs = mlflow_runs(rankzero.folder)
     assert runs["s"].status == "FINISHED" and runs["s"].tags["rankzero.attempt"] == "2"
     study = find_study(default_storage(rankzero.folder / "mlruns"), "s")
@@ -411,15 +404,14 @@ def test_a_foreign_file_as_storage_stays_as_it_is(rankzero: Command, tmp_path: P
 
 @pytest.mark.slow
 def test_the_probe_imports_no_torch_and_keeps_its_results(rankzero: Command) -> None:
-    code, output = rankzero("probe", TINY, "train.batch_size=8", "--nproc", 1)
-    assert code == 0, output
+    output = rankzero.succeed("probe", TINY, "train.batch_size=8", "--nproc", 1)
     first = output.count("samples/s ±")
     assert first >= 2
     code, output = rankzero("probe", TINY, "train.batch_size=8", "--nproc", 1, "--new", "--offline")
     assert code == 0 and output.count("samples/s ±") == 0, "measured again"
     (offline,) = (run for run in rankzero.runs if run.path.name.endswith("-2"))
     assert mlflow_id(offline) is None, "it was delivered offline"
-    assert rankzero("sync", offline.path.name)[0] == 0
+    rankzero.succeed("sync", offline.path.name)
     with sqlite3.connect(rankzero.folder / "mlruns" / "mlflow.db") as database:
         query = "select count(*) from runs where status = 'FINISHED'"
         assert database.execute(query).fetchone() == (2,)

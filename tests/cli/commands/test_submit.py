@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from rankzero.cli.main import main
-from rankzero.events import RunStarted
-from rankzero.run_store.folder import RunFolder
-from support.commands import TINY, Command, events, losses, tracked, wait_until
+from support.commands import TINY, Command, losses, starts, tracked, wait_until
 from support.slurm import Cluster
 
 SETTINGS = ("train.steps=90", "train.eval_every=20", "dropout=0.1", "augment=true")
@@ -36,10 +34,6 @@ def wait_for_end(rankzero: Command, cluster: Cluster, job: int) -> None:
         print(output)
     assert cluster.job(job)["JobState"] == "COMPLETED"
     assert "Traceback" not in output and "resource_tracker" not in output
-
-
-def starts(folder: RunFolder) -> list[int]:
-    return [event.step for event in events(folder) if isinstance(event, RunStarted)]
 
 
 def script_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -105,8 +99,7 @@ def test_mistakes_are_found_before_the_job_waits(
 def test_a_job_that_slurm_queues_again_is_one_run_as_if_never_stopped(
     rankzero: Command, cluster: Cluster
 ) -> None:
-    code, output = rankzero("train", TINY, "--name", "whole", *SETTINGS)
-    assert code == 0, output
+    rankzero.succeed("train", TINY, "--name", "whole", *SETTINGS)
     limits = ("--", "--time", "2", "--signal", "TERM@45")
     job = submitted(rankzero, cluster, *SETTINGS, "step_seconds=1.0", *limits)
     folder = rankzero.wait_for_step(1, "job")
@@ -129,8 +122,7 @@ def test_a_job_of_two_machines_that_is_stopped_twice_is_one_run(
     rankzero: Command, cluster: Cluster
 ) -> None:
     """By the signals that Slurm's ``--signal`` sends to the processes of a step."""
-    code, output = rankzero("train", TINY, "--name", "whole", "--nproc", 2, *SETTINGS)
-    assert code == 0, output
+    rankzero.succeed("train", TINY, "--name", "whole", "--nproc", 2, *SETTINGS)
     words = (*SETTINGS, "--nproc", "1", "step_seconds=0.3", "--", "--time", "20", "--nodes", "2")
     job = submitted(rankzero, cluster, *words)
     folder = rankzero.wait_for_step(5, "job")

@@ -87,10 +87,8 @@ def store(
         yield uri
         return
     server = Server(tmp_path, uri, artifacts=ARTIFACTS)
-    server.start()
-    server.wait()
-    yield server.uri
-    server.kill()
+    with server.running():
+        yield server.uri
 
 
 def test_a_run_goes_on_where_its_first_disk_is_missing(
@@ -98,16 +96,13 @@ def test_a_run_goes_on_where_its_first_disk_is_missing(
 ) -> None:
     uri = ("--tracking-uri", store)
     words = ("dropout=0.1", "augment=true", "train.eval_every=10")
-    code, printed = rankzero("train", TINY, *words, "train.steps=40", "--offline")
-    assert code == 0, printed
+    rankzero.succeed("train", TINY, *words, "train.steps=40", "--offline")
     (whole,) = rankzero.runs
-    code, printed = rankzero("train", TINY, *words, "train.steps=20", "--run-name", "far", *uri)
-    assert code == 0, printed
+    rankzero.succeed("train", TINY, *words, "train.steps=20", "--run-name", "far", *uri)
     folder = RunFolder(rankzero.folder / "mlruns" / "runs" / "far")
     run_id = mlflow_id(folder)
     folder.path.rename(tmp_path / "the first disk")
-    code, printed = rankzero("resume", run_id, "train.steps=40", "--experiment", TINY, *uri)
-    assert code == 0, printed
+    rankzero.succeed("resume", run_id, "train.steps=40", "--experiment", TINY, *uri)
     run = tracked(folder)
     assert (run.run_id, run.status) == (run_id, "FINISHED")
     history = MlflowRuns(store).history(str(run_id), "train/loss")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import re
@@ -10,9 +9,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +16,6 @@ import torch
 
 from rankzero.catalog.lookup import folders, mlflow_id
 from rankzero.events import Evaluated, RunEnded, RunStarted, StepsLogged
-from rankzero.mlflow_store import server
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder
@@ -32,9 +27,11 @@ from support.commands import (
     free_port,
     last_end,
     losses,
+    starts,
     tracked,
     wait_for_status,
 )
+from support.stores import Server
 
 
 def tracked_losses(folder: RunFolder) -> dict[int, float]:
@@ -75,8 +72,7 @@ def test_a_file_that_changes_the_folder_trains_into_the_commands_store(rankzero:
     move = "import os\nos.chdir(os.path.dirname(os.path.abspath(__file__)))\n"
     (sub / "moves.py").write_text(move + text)
     words = ("train", "sub/moves.py", "--run-name", "moves", "--offline", "train.steps=1")
-    code, output = rankzero(*words)
-    assert code == 0, output
+    rankzero.succeed(*words)
     folder = RunFolder(rankzero.folder / "mlruns/runs/moves")
     assert last_end(folder).status == "FINISHED"
     assert folder.identity.project_dir == str(rankzero.folder)
@@ -84,11 +80,8 @@ def test_a_file_that_changes_the_folder_trains_into_the_commands_store(rankzero:
 
 def test_two_processes_train_as_one_does(rankzero: Command) -> None:
     settings = ("train.steps=12", "train.log_every=4", "train.eval_every=6")
-    assert (
-        rankzero("train", TINY, "--nproc", 1, "--run-name", "one", "--offline", *settings)[0] == 0
-    )
-    code, output = rankzero("train", TINY, "--nproc", 2, "--run-name", "two", *settings)
-    assert code == 0, output
+    rankzero.succeed("train", TINY, "--nproc", 1, "--run-name", "one", "--offline", *settings)
+    output = rankzero.succeed("train", TINY, "--nproc", 2, "--run-name", "two", *settings)
     one, two = (RunFolder(rankzero.folder / "mlruns/runs" / name) for name in ("one", "two"))
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     for name, weight in final_weights(one).items():
@@ -111,7 +104,7 @@ def test_sigterm_stops_with_a_checkpoint_and_resuming_is_exact(rankzero: Command
         *("train.steps=60", "train.log_every=2", "train.eval_every=10", "dropout=0.2"),
         *("--nproc", 2),
     )
-    assert rankzero("train", TINY, "--run-name", "straight", "--offline", *settings)[0] == 0
+    rankzero.succeed("train", TINY, "--run-name", "straight", "--offline", *settings)
     process = rankzero.start("train", TINY, "--run-name", "stopped", "step_seconds=0.05", *settings)
     stopped = rankzero.wait_for_step(7, "stopped")
     process.send_signal(signal.SIGTERM)
@@ -127,10 +120,7 @@ def test_sigterm_stops_with_a_checkpoint_and_resuming_is_exact(rankzero: Command
     step = restore.load(saved)["step"]
     assert 7 <= step == max(losses(stopped)) < 60
 
-    code, output = rankzero(
-        "resume", "stopped", "step_seconds=0"
-    )  # with as many processes as before
-    assert code == 0, output
+    rankzero.succeed("resume", "stopped", "step_seconds=0")  # with as many processes as before
     assert resumed_at(stopped) == step
     straight = RunFolder(rankzero.folder / "mlruns/runs/straight")
     assert losses(stopped) == losses(straight)
@@ -155,7 +145,7 @@ def test_a_time_limit_is_a_planned_end_and_is_continued(rankzero: Command) -> No
     assert (
         "Resume from the latest:\n\n```sh\nrankzero resume mine\n" in rankzero("report", "mine")[1]
     )
-    assert rankzero("resume", "mine", "--offline")[0] == 0
+    rankzero.succeed("resume", "mine", "--offline")
     assert resumed_at(folder) == step and last_end(folder).status == "FINISHED"
     code, output = rankzero("resume", "mine", "--offline", f"train.steps={step}")
     assert code == 2 and "nothing is left to train" in output
@@ -203,9 +193,7 @@ def test_killed_rank_restarts_from_its_checkpoint(rankzero: Command) -> None:
     os.kill(_rank_zero(folder), signal.SIGKILL)
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 0, output
-    attempts = [event for event in events(folder) if isinstance(event, RunStarted)]
-    assert [event.attempt for event in attempts] == [1, 2]
-    step = attempts[1].step
+    _, step = starts(folder)
     # Each 12 steps are an epoch, and the best evaluations are saved, too.
     assert step >= 20 and (step % 10 == 0 or step % 12 == 0)
     assert sorted(losses(folder)) == list(range(1, 61))
@@ -259,31 +247,26 @@ def test_hanging_rank_ends_the_run_and_is_named(rankzero: Command) -> None:
 
 
 def test_truncated_checkpoint_is_skipped(rankzero: Command) -> None:
-    assert (
-        rankzero(
-            *("train", TINY, "train.steps=20", "train.checkpoints.save_every=10"),
-            *("train.eval_every=10", "train.checkpoints.keep=3", "--run-name", "torn"),
-            "--offline",
-        )[0]
-        == 0
+    rankzero.succeed(
+        *("train", TINY, "train.steps=20", "train.checkpoints.save_every=10"),
+        *("train.eval_every=10", "train.checkpoints.keep=3", "--run-name", "torn"),
+        "--offline",
     )
     folder = RunFolder(rankzero.folder / "mlruns/runs/torn")
     newest = sorted(folder.checkpoints.iterdir())[-1] / "state.pt"
     newest.write_bytes(newest.read_bytes()[:100])
-    code, output = rankzero("resume", "torn", "train.steps=30", "--offline")
-    assert code == 0, output
+    output = rankzero.succeed("resume", "torn", "train.steps=30", "--offline")
     assert "truncated" in output
-    assert [event.step for event in events(folder) if isinstance(event, RunStarted)] == [0, 10]
+    assert starts(folder) == [0, 10]
 
 
 @pytest.mark.slow
 def test_run_of_another_machine_resumes_from_mlflow(rankzero: Command, tmp_path: Path) -> None:
-    assert rankzero("train", TINY, "train.steps=20", "--run-name", "far")[0] == 0
+    rankzero.succeed("train", TINY, "train.steps=20", "--run-name", "far")
     folder = RunFolder(rankzero.folder / "mlruns/runs/far")
     run_id, before = mlflow_id(folder), losses(folder)
     folder.path.rename(tmp_path / "elsewhere")
-    code, output = rankzero("resume", run_id, "train.steps=25", "--experiment", TINY)
-    assert code == 0, output
+    rankzero.succeed("resume", run_id, "train.steps=25", "--experiment", TINY)
     run = tracked(folder)
     assert run.run_id == run_id and run.status == "FINISHED"
     assert sorted(tracked_losses(folder)) == list(range(1, 26))
@@ -294,7 +277,7 @@ def test_run_of_another_machine_resumes_from_mlflow(rankzero: Command, tmp_path:
 def test_secret_does_not_reach_mlflow_and_resume_elsewhere_asks_for_it(
     rankzero: Command, tmp_path: Path
 ) -> None:
-    assert rankzero("train", TINY, "train.steps=5", "--run-name", "far", "api_key=hunter2")[0] == 0
+    rankzero.succeed("train", TINY, "train.steps=5", "--run-name", "far", "api_key=hunter2")
     folder = RunFolder(rankzero.folder / "mlruns/runs/far")
     run = tracked(folder)
     artifact = MlflowRuns(folder.identity.tracking_uri).download_artifact(
@@ -310,8 +293,7 @@ def test_secret_does_not_reach_mlflow_and_resume_elsewhere_asks_for_it(
     )  # MLflow names a file that is not below this folder
     code, output = rankzero("resume", run.run_id, "train.steps=8", "--experiment", TINY)
     assert code == 2 and "pass them again, api_key=…" in output
-    code, output = rankzero("resume", run.run_id, "train.steps=8", "api_key=hunter2")
-    assert code == 0, output
+    rankzero.succeed("resume", run.run_id, "train.steps=8", "api_key=hunter2")
     assert "api_key: hunter2" in folder.config.read_text()
     assert sorted(tracked_losses(folder)) == list(range(1, 9))
 
@@ -335,12 +317,13 @@ def test_broken_pipe_prints_no_traceback(rankzero: Command) -> None:
 @pytest.mark.timeout(200)
 @pytest.mark.slow
 def test_server_that_dies_slows_nothing_and_loses_nothing(
-    rankzero: Command, tmp_path: Path
+    rankzero: Command, sqlite: str, tmp_path: Path
 ) -> None:
     rankzero.environ["RANKZERO_DELIVERY_GRACE_SECONDS"] = "3"
-    with mlflow_server(tmp_path / "server") as (uri, _):
+    server = Server(tmp_path, sqlite)
+    with server.running():
         process = rankzero.start(
-            *("train", TINY, "--tracking-uri", uri, "--nproc", 2, "--run-name", "outage"),
+            *("train", TINY, "--tracking-uri", server.uri, "--nproc", 2, "--run-name", "outage"),
             *("step_seconds=0.02", "train.steps=250", "train.log_every=5"),
         )
         folder = rankzero.wait_for_step(60)
@@ -351,9 +334,8 @@ def test_server_that_dies_slows_nothing_and_loses_nothing(
     times = step_times(folder)
     before, after = times[10 : down - 5], times[down + 5 :]
     assert statistics.median(after) < 1.5 * statistics.median(before)
-    with mlflow_server(tmp_path / "server", port=int(uri.rpartition(":")[2])):
-        code, output = rankzero("sync", "outage")
-        assert code == 0, output
+    with server.running():
+        rankzero.succeed("sync", "outage")
         assert tracked_losses(folder) == losses(folder) and len(losses(folder)) == 250
         assert tracked(folder).status == "FINISHED"
 
@@ -369,38 +351,11 @@ def step_times(folder: RunFolder) -> list[float]:
     return [later - earlier for earlier, later in itertools.pairwise(moments)]
 
 
-@contextlib.contextmanager
-def mlflow_server(
-    root: Path, port: int | None = None
-) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Run MLflow's server for the duration of the block; its end is a SIGKILL."""
-    root.mkdir(exist_ok=True)
-    port = port or free_port()
-    uri = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen(
-        server.command(root, server.Access(port)),
-        env=server.environment(os.environ),
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        for _ in range(600):
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{uri}/health", timeout=1):
-                break
-            time.sleep(0.1)
-        yield uri, process
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
 def test_out_of_memory_halves_the_micro_batch_and_keeps_the_batch(rankzero: Command) -> None:
     layered = TINY.with_name("layered.py")
-    assert rankzero("train", layered, "--nproc", 1, "--run-name", "roomy", "--offline")[0] == 0
+    rankzero.succeed("train", layered, "--nproc", 1, "--run-name", "roomy", "--offline")
     settings = ("most_samples=2", "train.eval_batch=8")
-    code, output = rankzero("train", layered, "--nproc", 2, "--run-name", "tight", *settings)
-    assert code == 0, output
+    output = rankzero.succeed("train", layered, "--nproc", 2, "--run-name", "tight", *settings)
     assert "out of memory: micro-batch 8 -> 4 -> 2" in output
     tight, roomy = (
         RunFolder(rankzero.folder / "mlruns/runs" / name) for name in ("tight", "roomy")
@@ -433,10 +388,7 @@ def test_out_of_memory_of_an_earlier_start_is_ignored(
     code, output = rankzero(*words, f"later={later}")
     assert code == (0 if ending == "FINISHED" else 1), output
     assert "micro-batch" not in output
-    attempts = [
-        event.attempt for event in events(rankzero.runs[-1]) if isinstance(event, RunStarted)
-    ]
-    assert attempts == [1, 2] and last_end(rankzero.runs[-1]).status == ending
+    assert len(starts(rankzero.runs[-1])) == 2 and last_end(rankzero.runs[-1]).status == ending
 
 
 @pytest.mark.timeout(200)
@@ -461,12 +413,9 @@ def test_two_nodes_train_as_one(rankzero: Command, tmp_path: Path) -> None:
     (lr,) = re.findall(
         r"^lr: .*", first.config.read_text(), re.MULTILINE
     )  # rank 0's, whichever node that is
-    assert (
-        rankzero(
-            *("train", TINY, "--run-name", "alone", "train.steps=12", lr.replace(": ", "=")),
-            "--offline",
-        )[0]
-        == 0
+    rankzero.succeed(
+        *("train", TINY, "--run-name", "alone", "train.steps=12", lr.replace(": ", "=")),
+        "--offline",
     )
     assert losses(first) == pytest.approx(losses(rankzero.runs[0]), rel=1e-5)
     assert sum("FINISHED" in output for output in outputs) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -14,9 +15,7 @@ import pytest
 import yaml
 
 from rankzero.cli.main import main, parse
-from rankzero.events import RunStarted
-from rankzero.run_store.folder import RunFolder
-from support.commands import TINY, Command, events, losses, tracked, wait_until
+from support.commands import TINY, Command, losses, starts, tracked, wait_until
 from support.two_machines import NAMESPACES, SCRIPT
 
 KUBERNETES = ("submit", "--kubernetes", str(TINY), "--image", "registry.example/train:1")
@@ -159,31 +158,19 @@ def test_mistakes_are_found_before_the_job_waits(
 
 def pods_of(rankzero: Command, container: dict[str, Any]) -> subprocess.Popen[str]:
     """Start the container on two machines, with one folder as the claim of both."""
-    folder = rankzero.folder
     variables = {one["name"]: one["value"] for one in container["env"] if "value" in one}
-    variables |= {"RANKZERO_DIR": str(folder / "mlruns")}
+    variables |= {"RANKZERO_DIR": str(rankzero.folder / "mlruns")}
     paths = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return subprocess.Popen(
-        (*NAMESPACES, SCRIPT, "bash", "sh", "-c", POD, "sh", *container["command"]),
-        cwd=folder,
-        env={**rankzero.environ, **variables, "PATH": paths},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    words = (*NAMESPACES, SCRIPT, "bash", "sh", "-c", POD, "sh", *container["command"])
+    pods = dataclasses.replace(rankzero, environ={**rankzero.environ, **variables, "PATH": paths})
+    return pods.start_program(*words)
 
 
 def codes(rankzero: Command, pods: subprocess.Popen[str]) -> list[int]:
-    rankzero.started.append(pods)
     output, _ = pods.communicate(timeout=200)
     logs = [(rankzero.folder / f"log.{name}").read_text() for name in ("first", "second")]
     print(output, *logs, sep="\n")
     return [int((rankzero.folder / f"code.{name}").read_text()) for name in ("first", "second")]
-
-
-def starts(folder: RunFolder) -> list[int]:
-    return [event.step for event in events(folder) if isinstance(event, RunStarted)]
 
 
 @pytest.mark.slow
@@ -191,8 +178,7 @@ def starts(folder: RunFolder) -> list[int]:
 def test_two_pods_are_one_run_that_continues_after_one_of_them_is_stopped(
     rankzero: Command, namespaces: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, output = rankzero("train", TINY, "--name", "whole", "--nproc", 2, *SETTINGS)
-    assert code == 0, output
+    rankzero.succeed("train", TINY, "--name", "whole", "--nproc", 2, *SETTINGS)
     words = (*SETTINGS, "--name", "job", "--nnodes", "2", "--nproc", "1", "step_seconds=0.1")
     _, job = manifest_of(capsys, *words, *CLAIM)
     (container,) = pod_of(job)["containers"]
