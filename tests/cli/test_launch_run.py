@@ -56,8 +56,7 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
 
 def plan_of(folder: RunFolder, processes: int = 1) -> launch_run.LaunchPlan:
     experiment = experiment_file.load(str(TINY))()
-    root = folder.path.parent.parent
-    return launch_run.LaunchPlan(folder, experiment, agent.Topology(processes), root)
+    return launch_run.LaunchPlan(folder, experiment, agent.Topology(processes))
 
 
 def finish(

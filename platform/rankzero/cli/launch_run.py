@@ -55,8 +55,6 @@ class LaunchPlan:
     folder: RunFolder
     experiment: Experiment
     topology: agent.Topology
-    root: Path
-    """The folder of the embedded store and of the runs."""
     tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Tags of the MLflow run, besides those of its provenance."""
     resumes: bool = False
@@ -118,7 +116,7 @@ def _launch(
     machines = plan.topology.machines
     first = True if machines.alone else None
     goal, shows = plan.experiment.goal, plan.shows_progress
-    console = Console(folder, goal, plan.root, advise=advice, is_first=first, shows_progress=shows)
+    console = Console(folder, goal, advise=advice, is_first=first, shows_progress=shows)
     with console:
         result = agent.run(
             plan.topology,
@@ -165,7 +163,7 @@ def _report_without_attempt(
     """
     folder, resumable = plan.folder, _has_checkpoint(plan.folder)
     if not folder.path.exists():
-        again = command_lines.line(plan.root, "sync", folder.path.name)
+        again = command_lines.line(folder.root, "sync", folder.path.name)
         why = f"{folder.path} was moved or deleted during the training"
         raise RunFailed(f"{why}: move it back, then {again}")
     # Without its identity the folder is not listed as a run. Its logs stay for the user.

@@ -31,13 +31,13 @@ REASON = "cannot read [/data/x.pt]: no key [train] of :key: [red]"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    return make_folder(tmp_path, experiment="of [/us]")
+    return make_folder(tmp_path / "[" / "root]", experiment="of [/us]")
 
 
 def test_text_like_markup_is_printed_as_it_is(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    console = Console(folder, Goal(ODD, "max"), folder.path / "[/root]")
+    console = Console(folder, Goal(ODD, "max"))
     with console:
         console.notice(REASON)
         with console.status(REASON):
@@ -56,7 +56,7 @@ def test_text_like_markup_is_printed_as_it_is(
 def test_the_result_of_a_resumed_run_has_the_steps_of_all_attempts(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    console = Console(folder, Goal(ODD, "max"), folder.path)
+    console = Console(folder, Goal(ODD, "max"))
     with console:
         append(folder, started(attempt=2, step=42), steps(43, 76), ended(metrics={"steps": 34}))
     assert console.ended is not None
@@ -68,7 +68,7 @@ def test_the_result_of_a_resumed_run_has_the_steps_of_all_attempts(
 def test_run_with_odd_names_is_followed_to_its_end(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    console = Console(folder, Goal(ODD, "max"), folder.path, advise=lambda event: REASON)
+    console = Console(folder, Goal(ODD, "max"), advise=lambda event: REASON)
     with console:
         append(folder, started(), Evaluated(0.0, 3, {ODD: 0.5}, True), ended(reason=REASON))
     assert console.ended is not None and console.ended.status == "FINISHED"
@@ -82,7 +82,7 @@ def test_output_without_ends_of_lines_hides_nothing_after_it(
     log = folder.path / "logs" / "launch" / "attempt_0" / "0" / "stderr.log"
     log.parent.mkdir(parents=True)
     bars = "\r 10%|#         |" * 10_000
-    console = Console(folder, Goal("val/accuracy", "max"), folder.path, is_first=True)
+    console = Console(folder, Goal("val/accuracy", "max"), is_first=True)
     with console:
         log.write_text(f"{bars}\nfirst\n" + "a line\n" * 30_000 + "killed here")
         append(folder, started(), ended())
@@ -95,7 +95,7 @@ def test_one_of_several_machines_shows_the_run(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number in (0, 1):
-        console = Console(folder, Goal(ODD, "max"), folder.path, is_first=None)
+        console = Console(folder, Goal(ODD, "max"), is_first=None)
         with console:
             assert capsys.readouterr().out == ""
             console.joined(number)
@@ -107,9 +107,12 @@ def test_one_of_several_machines_shows_the_run(
 
 
 def test_where_runs_are_seen(tmp_path: Path) -> None:
-    assert look("http://me:hunter2@server:5000", tmp_path) == "http://server:5000"
-    assert look("sqlite:////runs/mlflow.db", tmp_path).endswith(f"rankzero ui --dir {tmp_path}")
-    assert look("mysql://me:hunter2@host/db", tmp_path).endswith(" mysql://host/db")
+    def seen(uri: str) -> str:
+        return look(make_folder(tmp_path, uri))
+
+    assert seen("http://me:hunter2@server:5000") == "http://server:5000"
+    assert seen("sqlite:////runs/mlflow.db").endswith(f"rankzero ui --dir {tmp_path}")
+    assert seen("mysql://me:hunter2@host/db").endswith(" mysql://host/db")
 
 
 def test_commands_to_paste_are_quoted_and_name_their_store(
@@ -117,7 +120,8 @@ def test_commands_to_paste_are_quoted_and_name_their_store(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     root = tmp_path / "mit raum"
-    assert look(f"sqlite:///{root}/mlflow.db", root).endswith(f"rankzero ui --dir '{root}'")
+    folder = make_folder(root, f"sqlite:///{root}/mlflow.db")
+    assert look(folder).endswith(f"rankzero ui --dir '{root}'")
     file = ["train", "Läufe aus Köln/my.py"]
     assert command(root, *file).endswith(f" train 'Läufe aus Köln/my.py' --dir '{root}'")
     assert command(Path("mlruns"), "sync", "one").endswith("rankzero sync one")

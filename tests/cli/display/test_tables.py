@@ -111,7 +111,7 @@ def test_a_table_and_a_result_lose_nothing(
     reason = "x" * 300
     with contextlib.redirect_stdout(Terminal()) as terminal:
         print_table("the same work", head, [row, row])
-        Console(folder, Goal(), tmp_path).result(ended(reason=reason))
+        Console(folder, Goal()).result(ended(reason=reason))
     text = terminal.getvalue()
     assert not characters(" ".join([*head, *row, *row, reason])) - characters(text), text
 

@@ -52,8 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     for text in [*problems, *(f"not fair: {note}" for note in notes), tables.sentence(rows)]:
         terminal.print(text, soft_wrap=True)
     delivery_notes.print_delivery(study.folder, offline=arguments.offline)
-    where = look(study.folder.identity.tracking_uri, arguments.dir)
-    print(f"look:  {where}   run: {study.folder.path.name}", flush=True)
+    print(f"look:  {look(study.folder)}   run: {study.folder.path.name}", flush=True)
     trained = any(row.speed_up is not None for row in rows)
     return delivery_notes.exit_code(study.folder) if trained else FAILED
 
@@ -74,7 +73,7 @@ def run_profile(arguments: argparse.Namespace) -> int:
     text_console().print(tables.verdict(profile), soft_wrap=True)
     delivery_notes.print_delivery(study.folder, offline=arguments.offline)
     print(f"trace: {study.folder.artifacts / 'profile'} (open in ui.perfetto.dev)")
-    print(f"look:  {look(study.folder.identity.tracking_uri, arguments.dir)}", flush=True)
+    print(f"look:  {look(study.folder)}", flush=True)
     return delivery_notes.exit_code(study.folder)
 
 

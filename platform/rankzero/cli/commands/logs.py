@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 
 from rankzero.catalog import command_lines
 from rankzero.catalog.summary import read_summary
@@ -40,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = named_runs.require(arguments.dir / "runs", arguments.run_name)
     if arguments.follow:
         warn_if_interrupt_is_ignored()
-        return _follow(folder, arguments.dir, arguments.rank or 0)
+        return _follow(folder, arguments.rank or 0)
     names = {path.name for path in (folder.path / "logs").glob("*/attempt_*/*")}
     found = sorted(int(name) for name in names if name.isdigit())
     if arguments.rank is not None and arguments.rank not in found:
@@ -67,10 +66,10 @@ def _show(folder: RunFolder, rank: int, prefix: str = "") -> bool:
     return printed
 
 
-def _follow(folder: RunFolder, root: Path, rank: int) -> int:
+def _follow(folder: RunFolder, rank: int) -> int:
     """Show the run as the command that trains it does; return that command's exit code."""
     name, goal = folder.path.name, goal_of(read_summary(folder).params) or Goal()
-    console = Console(folder, goal, root, rank)
+    console = Console(folder, goal, rank)
     try:
         _show(folder, rank)
         # Before the thread starts, so that nothing is shown twice.
@@ -83,7 +82,7 @@ def _follow(folder: RunFolder, root: Path, rank: int) -> int:
         console.notice(f"detached; {name} continues")
         return FINISHED
     if console.ended is None:
-        again = command_lines.line(root, "sync", name)
+        again = command_lines.line(folder.root, "sync", name)
         console.notice(f"{name} died and its end was not recorded: {again} records it")
         return FAILED
     console.result(console.ended)

@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         ]
         print_table("knobs of speed, at the knee", EFFECT_COLUMNS, rows)
     delivery_notes.print_delivery(study_run.folder, offline=arguments.offline)
-    print_line(f"look:  {look(identity.tracking_uri, arguments.dir)}")
+    print_line(f"look:  {look(study_run.folder)}")
     return delivery_notes.exit_code(study_run.folder)
 
 

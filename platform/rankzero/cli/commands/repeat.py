@@ -157,7 +157,6 @@ def _train(
                 folder,
                 experiment,
                 topology,
-                arguments.dir,
                 tags=provenance.tags_of_user(options.tags_of(arguments)),
                 offline=arguments.offline,
                 is_part=True,
@@ -216,6 +215,5 @@ def _deliver(folder: RunFolder, forwarder: SignalForwarder, *, offline: bool) ->
         if delivery_status.status(child).done and not hurried():
             seconds = patience().seconds
             best_model.log_best(child, delivery_notes.print_note, hurried, seconds)
-    root = folder.root
-    again = command(root, "report", folder.path.name)
-    print(f"look:  {look(folder.identity.tracking_uri, root)}   again: {again}", flush=True)
+    again = command(folder.root, "report", folder.path.name)
+    print(f"look:  {look(folder)}   again: {again}", flush=True)

@@ -119,7 +119,6 @@ def continue_run(
             folder,
             experiment,
             topology,
-            arguments.dir,
             tags=options.tags_of(arguments) if given else {},
             resumes=given is None or checkpoint is not None,
             joined=lives,

@@ -400,7 +400,7 @@ def _search(
     # A helper's part has a run of its own.
     if outcome.folder.path.name == identity.name:
         again = report_command(arguments.dir, identity.name, arguments.storage)
-        print_line(f"look:  {look(identity.tracking_uri, arguments.dir)}   again: {again}")
+        print_line(f"look:  {look(outcome.folder)}   again: {again}")
     return RESUMABLE if outcome.is_leaderless else delivery_notes.exit_code(outcome.folder)
 
 

@@ -61,7 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
             folder,
             experiment,
             topology,
-            arguments.dir,
             tags=options.tags_of(arguments),
             joined=joined,
             offline=arguments.offline,

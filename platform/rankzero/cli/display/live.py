@@ -45,7 +45,6 @@ class Console:
         self,
         folder: RunFolder,
         goal: Goal,
-        root: Path,
         rank: int = 0,
         advise: Callable[[Event], str | None] = lambda _: None,
         *,
@@ -53,7 +52,7 @@ class Console:
         shows_progress: bool = True,
     ) -> None:
         """`is_first`: whether this machine shows the run; None until `joined` is called."""
-        self._folder, self._root, self._rank, self._advise = folder, root, rank, advise
+        self._folder, self._rank, self._advise = folder, rank, advise
         self._is_first = is_first
         self._terminal = text_console(soft_wrap=True)  # metrics and paths may contain brackets
         self._progress = ProgressModel(goal)
@@ -86,7 +85,7 @@ class Console:
         experiment = f"  (MLflow experiment {identity.experiment})"
         self._terminal.print(Text.assemble("run    ", (identity.name, "bold"), experiment))
         store = url_without_secrets(identity.tracking_uri)
-        self._terminal.print(f"store  {store}   look: {look(identity.tracking_uri, self._root)}")
+        self._terminal.print(f"store  {store}   look: {look(self._folder)}")
 
     def __exit__(self, *_: object) -> None:
         self._stopping.set()
@@ -118,8 +117,7 @@ class Console:
         """Print how the run ended and what to do next, but not if another machine shows it."""
         if self._is_first is False:
             return
-        identity = self._folder.identity
-        name = identity.name
+        name = self._folder.identity.name
         title = f"{name}: {ended.status}"
         if is_interactive():
             self._terminal.set_window_title(title)
@@ -130,9 +128,9 @@ class Console:
         for row in self._progress.results(ended):
             table.add_row(*row)
         self._terminal.print(table)
-        self._terminal.print(f"look:   {look(identity.tracking_uri, self._root)}")
+        self._terminal.print(f"look:   {look(self._folder)}")
         if ended.status != "FINISHED" and any(self._folder.checkpoints.glob("step_*")):
-            self._terminal.print(f"resume: {command(self._root, 'resume', name)}")
+            self._terminal.print(f"resume: {command(self._folder.root, 'resume', name)}")
 
     def _follow(self) -> None:
         with contextlib.ExitStack() as display:
@@ -200,14 +198,15 @@ class Console:
         return log_files(self._folder.path / "logs", self._rank)
 
 
-def look(tracking_uri: str, root: Path) -> str:
-    """Return where people see the runs of a store: an address, or a command that serves it."""
+def look(folder: RunFolder) -> str:
+    """Return where people see a run: an address, or a command that serves its store."""
+    tracking_uri = folder.identity.tracking_uri
     shown = url_without_secrets(tracking_uri)
     if tracking_uri.startswith(("http://", "https://")):
         return shown
     if is_database(tracking_uri):
         return shlex.join(["mlflow", "server", "--backend-store-uri", shown])
-    return command(root, "ui")
+    return command(folder.root, "ui")
 
 
 def command(root: Path | None, *words: str) -> str:
