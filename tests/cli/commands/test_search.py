@@ -323,7 +323,7 @@ def test_trials_side_by_side_divide_a_containers_quota(monkeypatch: pytest.Monke
 
 def test_sigterm_stops_a_search_as_ctrl_c_does_and_once() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with search._stop_signals():
+    with search.stoppable(argparse.Namespace()):
         with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
             signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGHUP)

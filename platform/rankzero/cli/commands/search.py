@@ -127,14 +127,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     chosen = _search_options(arguments)
-    with _stop_signals():
-        try:
+    try:
+        with stoppable(arguments):
             return _run(arguments, chosen)
-        except KeyboardInterrupt:
-            _deliver_stopped(arguments)
-            again = _again(new=arguments.new)
-            print(f"interrupted: `{again}` continues the study", file=sys.stderr)
-            return RESUMABLE
+    except KeyboardInterrupt:
+        again = _again(new=arguments.new)
+        print(f"interrupted: `{again}` continues the study", file=sys.stderr)
+        return RESUMABLE
 
 
 def _run(arguments: argparse.Namespace, chosen: SearchOptions) -> int:
@@ -160,13 +159,27 @@ def _run(arguments: argparse.Namespace, chosen: SearchOptions) -> int:
 
 @contextlib.contextmanager
 def stoppable(arguments: argparse.Namespace) -> Iterator[None]:
-    """Let SIGTERM and SIGHUP stop the block as Ctrl-C does, and MLflow get the end of its run."""
-    with _stop_signals():
-        try:
-            yield
-        except KeyboardInterrupt:
-            _deliver_stopped(arguments)
-            raise
+    """Let SIGTERM and SIGHUP stop the block as Ctrl-C does, and MLflow get the end of its run.
+
+    Main thread only.
+    """
+    numbers = handled_signals([signal.SIGTERM, signal.SIGHUP])
+
+    def stop(number: int, _frame: object) -> None:
+        # A service manager sends both. The second must not end the stop.
+        for one in numbers:
+            signal.signal(one, lambda _number, _frame: None)
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    except KeyboardInterrupt:
+        _deliver_stopped(arguments)
+        raise
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, signal.SIG_DFL if handler is None else handler)
 
 
 def _deliver_stopped(arguments: argparse.Namespace) -> None:
@@ -178,27 +191,6 @@ def _deliver_stopped(arguments: argparse.Namespace) -> None:
     hurried = stops_waiting([signal.SIGTERM])
     with contextlib.suppress(KeyboardInterrupt):  # it ends the wait
         delivery_notes.print_delivery(folder, offline=arguments.offline, hurried=hurried)
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP stop the command as Ctrl-C does, once. Main thread only."""
-
-    def stop(number: int, _frame: object) -> None:
-        # A service manager sends both. The second must not end the stop.
-        for one in before:
-            signal.signal(one, lambda _number, _frame: None)
-        raise KeyboardInterrupt(signal.Signals(number).name)
-
-    numbers = handled_signals([signal.SIGTERM, signal.SIGHUP])
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, signal.SIG_DFL if handler is None else handler)
 
 
 def own_cores(host: str) -> list[int]:
