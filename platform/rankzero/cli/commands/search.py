@@ -27,6 +27,7 @@ from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.live import command, look, program
 from rankzero.cli.display.terminal import is_interactive, print_line, text_console
 from rankzero.cli.launch_run import libraries_of, stops_waiting
+from rankzero.cli.submit import clusters
 from rankzero.errors import RESUMABLE, UserError
 from rankzero.events import RunStarted
 from rankzero.experiment import Experiment
@@ -78,11 +79,7 @@ def add_experiment_arguments(
             "a trial, or a cell of the probe map, without a sign of life for so long is killed"
         )
         parser.add_argument("--silence-seconds", type=float, default=300.0, help=silence)
-    place = parser.add_mutually_exclusive_group()
-    to = "on Slurm's machines; the words after -- are options of srun (default: this machine)"
-    place.add_argument("--slurm", action="store_true", help=to)
-    to = "on the machines of the Ray cluster at ADDRESS, or auto; the words after -- are options "
-    place.add_argument("--ray", metavar="ADDRESS", help=f"{to}of an actor, such as num_cpus=4")
+    clusters.add_clusters(parser)
     if probes:
         many = "with --slurm or --ray: machines of each trial, with --nproc processes each (1)"
         parser.add_argument("--nnodes", type=int, default=1, metavar="N", help=many)

@@ -1,4 +1,4 @@
-"""``--slurm`` and ``--ray`` of ``rankzero train`` and ``repeat``: the same command on a cluster."""
+"""``--slurm`` and ``--ray``. `train` and `repeat` run the same command on a cluster with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add_clusters(parser: argparse.ArgumentParser) -> None:
     to = "on Slurm's machines, until the end; the words after -- are options of srun"
     group.add_argument("--slurm", action="store_true", help=to)
     to = "on machines of the Ray cluster at ADDRESS, or auto; the words after -- are options of an "
-    group.add_argument("--ray", metavar="ADDRESS", help=f"{to}actor")
+    group.add_argument("--ray", metavar="ADDRESS", help=f"{to}actor, such as num_cpus=4")
 
 
 def become(
