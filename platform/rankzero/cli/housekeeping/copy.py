@@ -14,14 +14,12 @@ from rankzero.redaction.text import url_without_secrets
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
     options.add_run(parser)
     store = "the MLflow that gets the run, as http://server:5000"
     parser.add_argument("--to", metavar="URI", required=True, help=store)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; return its exit code."""
     folder = named_runs.require(arguments.dir / "runs", arguments.run_name)
     print_left_out(folder)
     run_id = bundle.copy(folder, arguments.to, lambda text: print(text, file=sys.stderr))

@@ -15,14 +15,12 @@ from rankzero.run_store.location import is_offline
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
     parser.add_argument("file", metavar="FILE", type=Path, help="the bundle")
     store = "the store that gets the run (default: $MLFLOW_TRACKING_URI or the embedded store)"
     parser.add_argument("--tracking-uri", help=store)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; return its exit code."""
     uri = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
     folder = bundle.read(
         arguments.file,

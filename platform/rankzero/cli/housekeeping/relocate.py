@@ -13,7 +13,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; return its exit code."""
     found = relocation.relocate(arguments.dir)
     if not found.places:
         print(f"{arguments.dir} is where its paths lead: nothing to do")
