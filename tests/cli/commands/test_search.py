@@ -366,6 +366,7 @@ def at_once(folders: list[Path]) -> int:
         (("--nproc", "1,64"), "--nproc 64: each trial has"),
         (("--nproc", "1,2", "train.strategy=single"), "train.strategy=single is one process"),
         (("--nproc", "1,2", "--objective", "throughput"), "--nproc 1,2 is about the time to a"),
+        (("--tolerance", "nan"), "--tolerance must be at least 0, got nan"),
         (("--price", "-1"), "--price must be above 0, got -1"),
         (("--price", "nan"), "--price must be above 0"),
         (("--price", "2", "--objective", "tokens"), "--price is about the time to a target"),

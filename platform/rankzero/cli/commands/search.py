@@ -418,7 +418,7 @@ def _search_options(arguments: argparse.Namespace) -> SearchOptions:
     _check_cost(arguments)
     if arguments.objective == "energy" and arguments.nnodes > 1:
         raise UserError("--objective energy counts one machine's energy: leave out --nnodes")
-    if arguments.tolerance < 0:
+    if not arguments.tolerance >= 0:
         raise UserError(f"--tolerance must be at least 0, got {arguments.tolerance:g}")
     tracking = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
     if not arguments.storage:
