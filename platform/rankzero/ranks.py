@@ -110,15 +110,9 @@ def _tensorflow(environ: Mapping[str, str]) -> Ranks:
     return Ranks(rank=rank, world_size=max(sum(hosts.values()), rank + 1), node_rank=rank)
 
 
-def _named(
-    environ: Mapping[str, str],
-    rank: str,
-    world_size: str,
-    local_rank: str,
-    local_world_size: str,
-    node_rank: int | None = None,
-) -> Ranks:
+def _named(environ: Mapping[str, str], *names: str, node_rank: int | None = None) -> Ranks:
     """Read variables by name. Launchers that number no nodes fill one node after the other."""
+    rank, world_size, local_rank, local_world_size = names
     number, local_size = int(environ[rank]), int(environ.get(local_world_size) or 1)
     if node_rank is None:
         node_rank = number // max(1, local_size)
