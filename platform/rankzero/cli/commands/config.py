@@ -23,15 +23,12 @@ def run(arguments: argparse.Namespace) -> int:
     changes = config.parse_assignments(arguments.settings)
     experiment = with_changes(experiment_file.load(arguments.experiment)(), changes)
     print(config.to_yaml(experiment), end="")
-    rows = [
-        (leaf.key, values.describe_type(leaf.annotation), values.render(leaf.value))
-        for leaf in config.leaves(experiment)
-    ]
     texts = descriptions(experiment)
     # As comments, so that the output is a settings file for --from.
     print("\n# every legal key: type (value)")
-    for key, kind, value in rows:
-        print(f"# {key}: {kind} ({value})")
-        for line in textwrap.wrap(texts.get(key, ""), _COLUMNS - len(_INDENT)):
+    for leaf in config.leaves(experiment):
+        kind, value = values.describe_type(leaf.annotation), values.render(leaf.value)
+        print(f"# {leaf.key}: {kind} ({value})")
+        for line in textwrap.wrap(texts.get(leaf.key, ""), _COLUMNS - len(_INDENT)):
             print(_INDENT + line)
     return 0
