@@ -14,7 +14,7 @@ from typing import Any
 
 from rankzero.errors import UserError
 
-NOISE = 0.1
+_NOISE = 0.1
 """By how much a length is changed before samples are sorted, so that epochs differ."""
 
 
@@ -63,7 +63,7 @@ def by_length(
     noise = torch.rand(len(given), dtype=torch.float64, generator=generator)
     if batch_size is not None:
         steps = _whole_batches(len(given), batch_size)
-        order = (given * (1 + NOISE * (2 * noise - 1))).argsort()
+        order = (given * (1 + _NOISE * (2 * noise - 1))).argsort()
         # Each epoch leaves out other samples of the remainder.
         first = int(torch.randint(len(given) - steps * batch_size + 1, (1,), generator=generator))
         found = list(order[first : first + steps * batch_size].split(batch_size))

@@ -30,7 +30,6 @@ from rankzero.lr_schedules import factor
 from rankzero.search_ranges import Range
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
-Schedule = Literal["constant", "linear", "cosine", "one_cycle", "plateau"]
 
 
 def _require_all(
@@ -135,7 +134,7 @@ class Train:
 
     0.999 averages about the last 1,000 steps. The first steps use a smaller decay.
     """
-    schedule: Schedule = "constant"
+    schedule: Literal["constant", "linear", "cosine", "one_cycle", "plateau"] = "constant"
     """The learning rate after the warm-up."""
     warmup_steps: int = 0
     """Steps in which the learning rate grows from 0 to its start."""

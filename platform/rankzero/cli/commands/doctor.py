@@ -28,7 +28,7 @@ _LEAST_SHARED, _LEAST_DISK = 1 * _GIGABYTE, 5 * _GIGABYTE
 _NOT_CHECKED = " (not checked here: a run will)"
 _DRIVER = Path("/sys/module/nvidia/version")
 # `shutil.disk_usage`: total and free bytes.
-DiskUsage = Callable[[Path], Any]
+_DiskUsage = Callable[[Path], Any]
 
 
 class Check(NamedTuple):
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tracking-uri", help=store)
 
 
-def run(arguments: argparse.Namespace, usage: DiskUsage = shutil.disk_usage) -> int:
+def run(arguments: argparse.Namespace, usage: _DiskUsage = shutil.disk_usage) -> int:
     # Imported late: the checks of a machine must not depend on the code that reads runs.
     if getattr(arguments, "run", None):
         from rankzero.cli.display import diagnosis
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace, usage: DiskUsage = shutil.disk_usage) -> 
     return FAILED if wrong else FINISHED
 
 
-def _checks(root: Path, tracking_uri: str | None, usage: DiskUsage) -> Iterator[Check]:
+def _checks(root: Path, tracking_uri: str | None, usage: _DiskUsage) -> Iterator[Check]:
     """Yield the results, cheapest first."""
     yield Check("Python", platform.python_version())
     git = shutil.which("git")
@@ -81,7 +81,7 @@ def _checks(root: Path, tracking_uri: str | None, usage: DiskUsage) -> Iterator[
     yield _nvml()
 
 
-def disk(root: Path, usage: DiskUsage = shutil.disk_usage) -> Check:
+def disk(root: Path, usage: _DiskUsage = shutil.disk_usage) -> Check:
     """Check that the runs' folder is writable and has room for checkpoints."""
     existing = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -93,7 +93,7 @@ def disk(root: Path, usage: DiskUsage = shutil.disk_usage) -> Check:
     return Check("runs folder", found, None if free > _LEAST_DISK else full)
 
 
-def shared_memory(folder: Path = Path("/dev/shm"), usage: DiskUsage = shutil.disk_usage) -> Check:
+def shared_memory(folder: Path = Path("/dev/shm"), usage: _DiskUsage = shutil.disk_usage) -> Check:
     """Check the memory through which data-loading processes pass batches."""
     # Containers get 64 MB by default.
     if not folder.exists():
