@@ -10,7 +10,7 @@ from rankzero.cli import options
 from rankzero.cli.commands import search
 from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.live import look
-from rankzero.cli.display.terminal import print_line, print_table, text_console
+from rankzero.cli.display.terminal import print_line, print_table
 from rankzero.errors import FAILED, UserError
 from rankzero.run_store.spoken_names import new_name
 from rankzero.tuning.reports.study_run import StudyRun
@@ -47,10 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
             rows, notes = runner.compare(study, host, described, plan, print_line)
     head, body = tables.table(rows)
     print_table("the same work, compared", head, body)
-    terminal = text_console()
     problems = [f"not run: {reason}" for reason in tables.reasons(rows)]
     for text in [*problems, *(f"not fair: {note}" for note in notes), tables.sentence(rows)]:
-        terminal.print(text, soft_wrap=True)
+        print_line(text)
     delivery_notes.print_delivery(study.folder, offline=arguments.offline)
     print(f"look:  {look(study.folder)}   run: {study.folder.path.name}", flush=True)
     trained = any(row.speed_up is not None for row in rows)
@@ -70,7 +69,7 @@ def run_profile(arguments: argparse.Namespace) -> int:
         with _open_run(arguments, described) as study:
             profile = runner.profile(study, host, described)
     print_table("top costs", *tables.costs(profile))
-    text_console().print(tables.verdict(profile), soft_wrap=True)
+    print_line(tables.verdict(profile))
     delivery_notes.print_delivery(study.folder, offline=arguments.offline)
     print(f"trace: {study.folder.artifacts / 'profile'} (open in ui.perfetto.dev)")
     print(f"look:  {look(study.folder)}", flush=True)

@@ -54,7 +54,7 @@ class Console:
         """`is_first`: whether this machine shows the run; None until `joined` is called."""
         self._folder, self._rank, self._advise = folder, rank, advise
         self._is_first = is_first
-        self._terminal = text_console(soft_wrap=True)  # metrics and paths may contain brackets
+        self._terminal = text_console()  # metrics and paths may contain brackets
         self._progress = ProgressModel(goal)
         self._journals = (folder.system(0), folder.events)
         self._offsets = {

@@ -17,10 +17,10 @@ from rich.text import Text
 _PIPE_WIDTH = 10_000
 
 
-def text_console(*, soft_wrap: bool = False) -> Console:
-    """Return a console for foreign text: brackets and colons in it are not markup."""
+def text_console() -> Console:
+    """Return a console for foreign text, which it neither wraps nor takes for markup."""
     file = cast("IO[str]", _Shown(sys.stdout))
-    return Console(file=file, highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)
+    return Console(file=file, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def print_line(*values: object) -> None:

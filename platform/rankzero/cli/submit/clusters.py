@@ -6,7 +6,7 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rankzero.cli import options
 from rankzero.errors import UserError
@@ -83,13 +83,13 @@ def _program(
     return [srun, *chosen, sys.executable, "-P", *same]
 
 
-def one_task_per_machine(own: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:
+def one_task_per_machine(own: Sequence[str]) -> list[str]:
     """Return the options of srun for one command on each machine of the job or allocation.
 
     `own`: the user's options of srun, which may ask for fewer machines than the allocation has.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--nodes", "-N", default=environ.get("SLURM_JOB_NUM_NODES", ""))
+    parser.add_argument("--nodes", "-N", default=os.environ.get("SLURM_JOB_NUM_NODES", ""))
     # A salloc with --ntasks sets the number of tasks, too.
     machines = parser.parse_known_args(own)[0].nodes
     tasks = [f"--ntasks={machines}"] if machines.isdecimal() else []
