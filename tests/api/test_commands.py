@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import os
 import re
 import shutil
 import signal
@@ -13,7 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import rankzero
 from rankzero.api import commands
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
-from support.commands import TINY, new_store, wait_until  # noqa: F401 - a fixture
+from support.commands import TINY, Command, wait_until
 from support.paths import EXPERIMENTS
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -39,33 +38,16 @@ slow = Tiny(train=long, step_seconds=0.03)
 
 
 @pytest.fixture
-def start(tmp_path: Path, new_store: Path) -> Iterator[Start]:  # noqa: F811
+def start(rankzero: Command) -> Start:
     """Start scripts in a folder with an empty store; they end with the test."""
-    (tmp_path / "mlruns").mkdir()
-    shutil.copy(new_store, tmp_path / "mlruns/mlflow.db")
-    (tmp_path / "tiny.py").write_text(TINY.read_text())
-    environ = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("MLFLOW_", "RANKZERO_"))
-    }
+    folder = rankzero.folder
+    (folder / "tiny.py").write_text(TINY.read_text())
 
     def started(text: str = "", words: Sequence[str] = ("script.py",)) -> subprocess.Popen[str]:
-        (tmp_path / "script.py").write_text(text)
-        process = subprocess.Popen(
-            [sys.executable, *words],
-            cwd=tmp_path,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**environ, "OMP_NUM_THREADS": "1"},
-        )
-        scripts.enter_context(process)
-        scripts.callback(process.kill)
-        return process
+        (folder / "script.py").write_text(text)
+        return rankzero.start_program(sys.executable, *words)
 
-    with contextlib.ExitStack() as scripts:
-        yield started
+    return started
 
 
 def texts(notebook: Path) -> str:
