@@ -9,7 +9,6 @@ import functools
 import os
 import shutil
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 from support.paths import FIXTURES
+from support.stores import free_port as free_port
 from support.warm import Warm, WarmProcess
 
 TINY = FIXTURES / "tiny.py"
@@ -154,12 +154,6 @@ def processes_of(folder: Path) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="session")

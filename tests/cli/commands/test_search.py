@@ -10,7 +10,6 @@ import re
 import shlex
 import signal
 import sqlite3
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,17 +27,10 @@ from rankzero.tuning.session import EARLIER
 from rankzero.tuning.space import DEVICES
 from rankzero.tuning.study import find_study
 from rankzero.tuning.trials.resources import Share
-from support.commands import TINY, Command, events, free_port, processes_of
+from support.commands import TINY, Command, events, free_port, processes_of, wait_until
 from support.stores import list_runs, mlflow_runs
 
 MOODY, SLOW = TINY.with_name("moody.py"), TINY.with_name("slow_samples.py")
-
-
-def gone(folder: Path, seconds: float = 30.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while processes_of(folder) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return not processes_of(folder)
 
 
 @pytest.mark.timeout(300)
@@ -82,7 +74,7 @@ def test_a_search_from_the_probe_map_to_training_with_the_sweet_spot(rankzero: C
     assert [one.parameters for one in second.trials()[1:2]] == second.facts[EARLIER][:1]
     code, output = rankzero(*again, "--like", "s", "train.epochs=8", "goal.target=0.8")
     assert code == 0 and "--like changes nothing" in output, output
-    assert gone(rankzero.folder)
+    wait_until(lambda: not processes_of(rankzero.folder))
 
 
 @pytest.mark.slow
@@ -149,7 +141,7 @@ def test_every_way_a_trial_can_end(rankzero: Command) -> None:
     )
     assert "RUNNING" not in {run.status for run in runs.values()}
     assert "No configuration reached" in output
-    assert gone(rankzero.folder)
+    wait_until(lambda: not processes_of(rankzero.folder))
 
 
 @pytest.mark.timeout(300)
@@ -194,7 +186,7 @@ def test_a_stop_keeps_the_study_and_the_same_command_resumes_it(
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
     output, _ = process.communicate(timeout=60)
     assert process.wait() == 75 and "search" in output.rpartition("interrupted: `")[2], output
-    assert gone(rankzero.folder)
+    wait_until(lambda: not processes_of(rankzero.folder))
     ended = last_end(trial)
     assert ended is not None and ended.reason.startswith("stopped by ")
     runs = mlflow_runs(rankzero.folder)
@@ -220,7 +212,7 @@ def test_sigkill_of_the_search_leaves_no_process_and_no_run_running(rankzero: Co
     process = rankzero.start(*words)
     folder = rankzero.wait_for_step(20, "s-t00")
     os.kill(process.pid, signal.SIGKILL)
-    assert gone(rankzero.folder, 60)
+    wait_until(lambda: not processes_of(rankzero.folder))
     ended = last_end(folder)
     assert ended is not None and ended.status == "KILLED"
     assert [event.status for event in events(rankzero.runs[0]) if isinstance(event, RunEnded)] in (
@@ -266,7 +258,7 @@ def test_trials_side_by_side_and_a_second_command_that_helps(rankzero: Command) 
     assert {run.tags["mlflow.parentRunId"] for run in runs.values()} == {parent.run_id}
     code, output = rankzero("search", TINY, "--nproc", 1, "--parallel", 99, "--no-probe")
     assert code == 2 and "needs as many processor cores" in output
-    assert gone(rankzero.folder)
+    wait_until(lambda: not processes_of(rankzero.folder))
 
 
 @pytest.mark.slow
@@ -283,9 +275,7 @@ def test_a_helper_without_a_leader_names_the_command_that_decides(rankzero: Comm
     leads = rankzero.start(*words, "--trials", 99)
     rankzero.wait_for_step(1, "s-t00")
     helps = rankzero.start(*words, "--dir", rankzero.folder / "other")
-    deadline = time.monotonic() + 100
-    while not list(rankzero.folder.glob("other/runs/s-t*")) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: list(rankzero.folder.glob("other/runs/s-t*")), 100)
     os.kill(leads.pid, signal.SIGKILL)
     helped, _ = helps.communicate(timeout=100)
     assert helps.returncode == 75 and "has ended without a verdict" in helped, helped
