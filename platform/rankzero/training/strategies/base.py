@@ -202,26 +202,22 @@ def divide_gradients(model: nn.Module, loss: Tensor, samples: int, world: World)
     torch._foreach_mul_(local, factor)
 
 
-def total_norm(world: World, *, parts: list[Tensor], whole: list[Tensor]) -> Tensor:
-    """Return the norm of all gradients. A collective.
+def clip(world: World, norm: float, *, parts: Sequence[Tensor], whole: Sequence[Tensor]) -> Tensor:
+    """Scale gradients to a norm of at most `norm`. Return the norm of before. Collective.
 
     `parts`: gradients that only this rank has. `whole`: gradients that are equal on all ranks.
     """
-    return (world.sum(_squares(parts, world)) + _squares(whole, world)).sqrt()
-
-
-def clip_by(total: Tensor, norm: float, gradients: Sequence[Tensor]) -> Tensor:
-    """Scale gradients whose norm is `total` to at most `norm`. Return `total`."""
+    total = (world.sum(_squares(parts, world)) + _squares(whole, world)).sqrt()
     # The formula of torch.nn.utils.clip_grad_norm_ on the whole model, also its 1e-6. So all
     # strategies take the same step.
     if norm < math.inf:
         factor = (norm / (total + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
+        for gradient in (*parts, *whole):
             gradient.mul_(factor)
     return total
 
 
-def _squares(tensors: list[Tensor], world: World) -> Tensor:
+def _squares(tensors: Sequence[Tensor], world: World) -> Tensor:
     if not tensors:
         return torch.zeros((), device=world.device)
     return torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]).square().sum()

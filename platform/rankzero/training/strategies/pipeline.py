@@ -41,8 +41,7 @@ from rankzero.training.strategies.base import (
     MicroBatchStep,
     Shard,
     Strategy,
-    clip_by,
-    total_norm,
+    clip,
     with_versions,
 )
 from rankzero.training.strategies.stages import StageOutput, input_of, make_stage
@@ -127,7 +126,7 @@ class Pipeline:
 
     def clip(self, norm: float) -> Tensor:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        return clip_by(total_norm(self._world, parts=gradients, whole=[]), norm, gradients)
+        return clip(self._world, norm, parts=gradients, whole=())
 
     def checksum(self) -> Tensor:
         """Return a constant: there are no replicas."""

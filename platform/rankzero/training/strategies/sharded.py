@@ -38,9 +38,8 @@ from rankzero.training.strategies.base import (
     MicroBatchStep,
     Shard,
     checksum,
-    clip_by,
+    clip,
     set_trained,
-    total_norm,
     with_versions,
 )
 from rankzero.training.strategies.units import units
@@ -107,8 +106,7 @@ class Sharded:
         # The norm needs the parts of all ranks, but each whole gradient only once.
         parts = [_local(gradient) for gradient in gradients if _is_part(gradient)]
         whole = [_local(gradient) for gradient in gradients if not _is_part(gradient)]
-        total = total_norm(self.world, parts=parts, whole=whole)
-        return clip_by(total, norm, [*parts, *whole])
+        return clip(self.world, norm, parts=parts, whole=whole)
 
     def checksum(self) -> Tensor:
         """Return numbers for the whole weights. Those in parts have no replicas."""
