@@ -101,7 +101,10 @@ class Sharded:
 
     def clip(self, norm: float) -> Tensor:
         for p in self.model.parameters():
-            p.grad = _summed(p.grad)
+            # Under SequenceParallel, each rank has a summand of a normalization's gradient.
+            if isinstance(p.grad, DTensor) and any(at.is_partial() for at in p.grad.placements):
+                summed = [Replicate() if at.is_partial() else at for at in p.grad.placements]
+                p.grad = p.grad.redistribute(placements=summed)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         # The norm needs the parts of all ranks, but each whole gradient only once.
         parts = [_local(gradient) for gradient in gradients if _is_part(gradient)]
@@ -203,15 +206,6 @@ def tensor_parallel(experiment: Experiment, model: nn.Module, world: World) -> S
     for group in optimizer.param_groups:
         group.update({name: False for name in ("foreach", "fused") if name in group})
     return Sharded(model, optimizer, Shard(0, 1), world)
-
-
-def _summed(gradient: Tensor | None) -> Tensor | None:
-    """Return a gradient whose ranks each have a summand as the sum. A collective."""
-    # That is so for the norms between the parts of a sequence, under SequenceParallel.
-    if not isinstance(gradient, DTensor) or not any(p.is_partial() for p in gradient.placements):
-        return gradient
-    placements = [Replicate() if p.is_partial() else p for p in gradient.placements]
-    return gradient.redistribute(placements=placements)
 
 
 def _is_part(tensor: Tensor) -> bool:
