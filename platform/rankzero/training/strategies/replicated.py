@@ -115,11 +115,10 @@ class Replicated:
 
     def clip(self, norm: float) -> Tensor:
         # After the backward, every rank has all gradients, so this needs no communication.
-        if norm == math.inf:
-            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            total = nn.utils.get_total_norm(gradients)
-        else:
-            total = nn.utils.clip_grad_norm_(self.model.parameters(), norm)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        total = nn.utils.get_total_norm(gradients)
+        if norm < math.inf:
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), norm, total)
         # Without a gradient, PyTorch's is on the host.
         return total.to(self.world.device)
 
