@@ -10,9 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
-
-from rankzero.training.checkpoints.host_copy import plain
 
 
 def order(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -66,11 +63,3 @@ def part_of(saved: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     ]
     state = {name: entry for name, entry in saved["state"].items() if name in mine}
     return {"state": state, "param_groups": groups}
-
-
-def on_host(content: Any) -> Any:
-    """Return the same structure with every tensor copied to the host, and `plain` other values."""
-    return tree_map(
-        lambda value: value.detach().cpu() if isinstance(value, torch.Tensor) else plain(value),
-        content,
-    )

@@ -25,10 +25,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.utils._pytree import tree_map
 
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment, Train
 from rankzero.ratio import Ratio
+from rankzero.training.checkpoints.host_copy import plain
 from rankzero.training.data.batch import rows_of, samples_in
 from rankzero.training.distributed import torch_compat
 from rankzero.training.distributed.world import TRAINING_TIMEOUT, World
@@ -136,7 +138,7 @@ class Pipeline:
         return [parameter.detach() for parameter in self.model.parameters()]
 
     def model_state(self) -> dict[str, Any]:
-        found = self._gathered(parameter_names.on_host(get_model_state_dict(self.model)))
+        found = self._gathered(get_model_state_dict(self.model))
         return {name: value for model in found for name, value in model.items()}
 
     def load_model(self, saved: Mapping[str, Any]) -> None:
@@ -147,16 +149,8 @@ class Pipeline:
         self.model.load_state_dict(mine)
 
     def state(self) -> dict[str, Any]:
-        mine = (
-            get_model_state_dict(self.model),
-            get_optimizer_state_dict(self.model, self.optimizer),
-        )
-        found = self._gathered(parameter_names.on_host(mine))
-        if not self._world.ranks.first:
-            return {}
-        weights = {name: value for model, _ in found for name, value in model.items()}
-        optimizer = parameter_names.joined([optimizer for _, optimizer in found])
-        return {"model": weights, "optimizer": optimizer}
+        parts = self._gathered(get_optimizer_state_dict(self.model, self.optimizer))
+        return {"model": self.model_state(), "optimizer": parameter_names.joined(parts)}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         self.load_model(saved["model"])
@@ -169,8 +163,10 @@ class Pipeline:
     def _gathered(self, mine: Any) -> list[Any]:
         """Return every rank's content on rank 0, and nothing on the others. Collective.
 
-        Unlike `dist.gather_object`, it unpickles only tensors and plain values.
+        Unlike `dist.gather_object`, it unpickles only tensors and plain values. What others sent
+        is on the host.
         """
+        mine = tree_map(plain, mine)
         if not self._world.ranks.first:
             content = io.BytesIO()
             torch.save(mine, content)
@@ -184,7 +180,8 @@ class Pipeline:
             dist.recv(length, rank, group=self._host_group)
             received = torch.empty(int(length), dtype=torch.uint8)
             dist.recv(received, rank, group=self._host_group)
-            found.append(torch.load(io.BytesIO(received.numpy().tobytes()), weights_only=True))
+            content = io.BytesIO(received.numpy().tobytes())
+            found.append(torch.load(content, map_location="cpu", weights_only=True))
         return found
 
     def _run(self, how: MicroBatchStep, batch: Any, schedule: Any) -> Any:
