@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rankzero.errors import NotFinite
 from rankzero.training.job import State, TrainingContext
@@ -37,7 +37,9 @@ class Divergence:
             return
         self._reports += 1
         found = f"train/loss is not finite at step {self._state.step}"
-        is_sound = self._world.all(_is_finite(self._state.model))
+        model = self._state.model
+        weights = [one for one in model.parameters() if one.requires_grad]
+        is_sound = self._world.all(all(map(_is_sound, (*weights, *model.buffers()))))
         if not is_sound or self._reports >= _MOST_REPORTS:
             again = f" and in {self._reports} reports in a row" if is_sound else ""
             raise NotFinite(f"{found}{again}: lower lr, set train.clip, or use bf16")
@@ -46,13 +48,8 @@ class Divergence:
             self._is_told = True
 
 
-def _is_finite(model: nn.Module) -> bool:
-    """Return whether this rank's part of every weight is finite, and no buffer is NaN."""
-    weights = [one for one in model.parameters() if one.requires_grad]
-    return all(map(_is_sound, (*weights, *model.buffers())))
-
-
 def _is_sound(tensor: Tensor) -> bool:
+    """Return whether this rank's part of a weight is finite, or of a buffer is not NaN."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     if tensor.requires_grad:
         return bool(local.isfinite().all())
