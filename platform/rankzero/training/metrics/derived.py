@@ -12,11 +12,6 @@ from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 
 
-def _derives(experiment: Experiment) -> bool:
-    """Return whether the experiment overrides `derive`."""
-    return type(experiment).derive is not Experiment.derive
-
-
 def derived(
     experiment: Experiment, values: Mapping[str, float], vectors: Mapping[str, Tensor]
 ) -> dict[str, float]:
@@ -24,8 +19,6 @@ def derived(
 
     `vectors`: the quotients of each `Ratio` of vectors, on the host; `values` has their means.
     """
-    if not _derives(experiment):
-        return {}
     # NumPy's numbers follow IEEE: a step without a positive sample must not end a training.
     given = {name: np.float64(value) for name, value in values.items()}
     with np.errstate(all="ignore"):
@@ -47,7 +40,7 @@ def derived_columns(
     experiment: Experiment, columns: Mapping[str, list[float]], vectors: Mapping[str, Tensor]
 ) -> dict[str, list[float]]:
     """Return what `derive` makes of each step's values. A name that a step lacks has NaN there."""
-    if not _derives(experiment):
+    if type(experiment).derive is Experiment.derive:
         return {}
     steps = [
         derived(
