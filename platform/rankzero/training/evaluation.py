@@ -48,7 +48,7 @@ def evaluate_goal(
             f"step {state.step}: {cause}"
         )
     # Ranks may differ in a later epoch only, for example if they draw from `random`.
-    sets.check_same_batches(job.world, job.batch_order, max(0, state.step - 1))
+    sets.check_same_batches(job.world, job.batch_order, state.step)
     if not job.val_loaders:
         return {}, False
     random_states, goal = rng.state(job.world.device), job.experiment.goal

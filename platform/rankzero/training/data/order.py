@@ -64,15 +64,10 @@ class BatchOrder:
         return self.steps_per_epoch if self.lists else 0
 
     def lists_before(self, step: int) -> list[int]:
-        """Return the `fingerprint` of the lists of a finished step's epoch; empty without lists."""
+        """Return a fingerprint of the lists of a finished step's epoch; empty without lists."""
         if self.lists is None:
             return []
-        return self._fingerprint(max(0, step - 1) // self.steps_per_epoch)
-
-    @functools.cached_property  # each checkpoint asks for it, and a million samples take 0.1 s
-    def _fingerprint(self) -> Callable[[int], list[int]]:
-        lists = self.lists or (lambda _: [])
-        return functools.lru_cache(1)(lambda epoch: fingerprint(lists(epoch)).tolist())
+        return _fingerprint(self.lists, max(0, step - 1) // self.steps_per_epoch)
 
     @property
     def mean_batch_size(self) -> float:
@@ -81,12 +76,11 @@ class BatchOrder:
 
     def samples_of(self, last_step: int, steps: int) -> int:
         """Return the samples of the `steps` steps up to `last_step`, over all ranks."""
-        if self.rest:
-            size = self.steps_per_epoch
-            rests = last_step // size - (last_step - steps) // size
-            return steps * self.batch_size - rests * (self.batch_size - self.rest)
         if self.lists is None:
-            return steps * self.batch_size
+            size = self.steps_per_epoch
+            epochs = last_step // size - (last_step - steps) // size
+            missing = self.batch_size - self.rest if self.rest else 0
+            return steps * self.batch_size - epochs * missing
         places = (
             divmod(step, self.steps_per_epoch) for step in range(last_step - steps, last_step)
         )
@@ -317,10 +311,12 @@ def check_same_lengths(name: str, lengths: Sequence[int], method: str = "data()"
     )
 
 
-def fingerprint(lists: Sequence[Tensor]) -> Tensor:
-    """Return two integers that differ, almost certainly, if the lists do."""
-    every = torch.cat([*lists, torch.tensor([len(one) for one in lists])])
-    return torch.stack([torch.tensor(len(every)), (every * torch.arange(1, len(every) + 1)).sum()])
+@functools.lru_cache(maxsize=1)  # each checkpoint asks for it, and a million samples take 0.1 s
+def _fingerprint(lists: Callable[[int], list[Tensor]], epoch: int) -> list[int]:
+    """Return two integers that differ, almost certainly, if the lists of an epoch do."""
+    found = lists(epoch)
+    every = torch.cat([*found, torch.tensor([len(one) for one in found])])
+    return [len(every), int((every * torch.arange(1, len(every) + 1)).sum())]
 
 
 @functools.lru_cache(maxsize=2)

@@ -15,7 +15,6 @@ from rankzero.training.data import stream
 from rankzero.training.data.order import (
     BatchOrder,
     check_same_lengths,
-    fingerprint,
     make_batch_order,
     make_stream_order,
 )
@@ -142,11 +141,10 @@ def batch_order(experiment: Experiment, world: World, train_set: Any, shards: in
 
 
 def check_same_batches(world: World, order: BatchOrder, step: int) -> None:
-    """Raise UserError if `batches` chose other lists for a step's epoch than rank 0. Collective."""
+    """Raise UserError if a finished step's epoch has other lists than on rank 0. Collective."""
     if order.lists is None:
         return
-    lists = order.lists(step // order.steps_per_epoch)
-    differing = world.ranks_that_differ(fingerprint(lists))
+    differing = world.ranks_that_differ(torch.tensor(order.lists_before(step)))
     if differing:
         raise UserError(
             f"batches() returned other lists on rank {', '.join(map(str, differing))} than on rank "
