@@ -104,21 +104,18 @@ class _Loaded:
     item: Any
 
     def pin_memory(self) -> _Loaded:
+        """Return the batch with its tensors in memory from which a GPU copies by itself."""
         if self.item is None or isinstance(self.item, Failure):
             return self
         batch, *rest = self.item
-        return _Loaded((_pinned(batch), *rest))
-
-
-def _pinned(batch: Any) -> Any:
-    """Return a batch with its tensors of the host in memory from which a GPU copies by itself."""
-    if hasattr(batch, "pin_memory") and not isinstance(batch, Tensor):
-        return _pinned_by_itself(batch)
-    return map_tensors(
-        batch,
-        lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor,
-        _pinned_by_itself,
-    )
+        if hasattr(batch, "pin_memory") and not isinstance(batch, Tensor):
+            return _Loaded((_pinned_by_itself(batch), *rest))
+        pinned = map_tensors(
+            batch,
+            lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor,
+            _pinned_by_itself,
+        )
+        return _Loaded((pinned, *rest))
 
 
 def _pinned_by_itself(value: Any) -> Any:
