@@ -70,14 +70,11 @@ def build(
                 compile_whole(model, dynamic=None if train.drop_last else False)
             return make(experiment, model.to(world.device), world)
         # A model that is divided is moved in parts: all of it need not fit into a GPU's memory.
-        case "fsdp":
+        case "fsdp" | "tp":
             from rankzero.training.strategies import sharded
 
-            return sharded.fsdp(experiment, model, world)
-        case "tp":
-            from rankzero.training.strategies import sharded
-
-            return sharded.tensor_parallel(experiment, model, world)
+            divide = sharded.fsdp if train.strategy == "fsdp" else sharded.tensor_parallel
+            return divide(experiment, model, world)
         case "pp":
             from rankzero.training.strategies import pipeline
 
