@@ -658,26 +658,24 @@ def test_parameters_without_gradient_have_the_names_of_the_wrap(is_static: bool)
     assert "add 0 * p.sum() to the loss" in str(caught.value) and "fsdp" not in str(caught.value)
 
 
-@pytest.mark.parametrize("odd", ["metric", "loss"])
-def test_last_pipeline_rank_reports_bad_measure_values(odd: str) -> None:
+def last_rank(measure: Any) -> Pipeline:
+    """Return the last rank of a pipeline, which can only compute a loss."""
     last = Pipeline.__new__(Pipeline)
     last._shapes, last._measured, last._batch = {}, [], (torch.ones(4, 8), torch.ones(4))
-    last._how = MicroBatchStep(
-        two_ranks.layered(odd=odd).measure, contextlib.nullcontext(), None, 1
-    )
+    last._how = MicroBatchStep(measure, contextlib.nullcontext(), None, 1)
     last.model = nn.Linear(1, 1)
+    return last
+
+
+@pytest.mark.parametrize("odd", ["metric", "loss"])
+def test_last_pipeline_rank_reports_bad_measure_values(odd: str) -> None:
     with pytest.raises(UserError, match="must be a 0-d tensor"):
-        last._loss(torch.ones(2, 2), torch.arange(2))
+        last_rank(two_ranks.layered(odd=odd).measure)._loss(torch.ones(2, 2), torch.arange(2))
 
 
 def test_last_pipeline_rank_keeps_the_values_of_each_micro_batch() -> None:
     place = torch.zeros(())  # as a CUDA graph returns each output
-    last = Pipeline.__new__(Pipeline)
-    last._shapes, last._measured, last._batch = {}, [], (torch.ones(4, 8), torch.ones(4))
-    last._how = MicroBatchStep(
-        lambda model, batch: {"loss": place.add_(1)}, contextlib.nullcontext(), None, 1
-    )
-    last.model = nn.Linear(1, 1)
+    last = last_rank(lambda model, batch: {"loss": place.add_(1)})
     for _ in range(2):
         last._loss(torch.ones(2, 2), torch.arange(2))
     assert [float(one["loss"]) for one in last._measured] == [1.0, 2.0]
@@ -690,12 +688,8 @@ def test_measure_of_a_pipeline_may_exchange_any_objects() -> None:
         used.append(dist.distributed_c10d._unpickler)
         return {"loss": torch.zeros(())}
 
-    last = Pipeline.__new__(Pipeline)
-    last._shapes, last._measured, last._batch = {}, [], (torch.ones(4, 8), torch.ones(4))
-    last._how = MicroBatchStep(measure, contextlib.nullcontext(), None, 1)
-    last.model = nn.Linear(1, 1)
     with torch_compat.no_foreign_objects():
-        last._loss(torch.ones(2, 2), torch.arange(2))
+        last_rank(measure)._loss(torch.ones(2, 2), torch.arange(2))
     assert used == [pickle.Unpickler]
 
 
