@@ -25,19 +25,24 @@ from support.two_ranks import LAYERED, layered, waits
 
 
 @pytest.mark.parametrize(
-    ("bound", "current", "environ", "index"),
+    ("config", "bound", "current", "environ", "device"),
     [
-        (None, 0, {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, 1),
-        (None, 0, {}, 3),
-        (None, 2, {}, 2),
-        (torch.device("cuda", 1), 0, {}, 1),
+        # "cuda:nccl" is also that of a group without a named backend, which is "undefined".
+        ("cuda:nccl", None, 0, {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, "cuda:1"),
+        ("cuda:nccl", None, 0, {}, "cuda:3"),
+        ("cuda:nccl", None, 2, {}, "cuda:2"),
+        ("cuda:nccl", torch.device("cuda", 1), 0, {}, "cuda:1"),
+        ("cpu:gloo", None, 2, {}, "cpu"),
+        ("cpu:gloo,cuda:gloo", None, 2, {}, "cpu"),
+        ("cuda:nccl,cpu:gloo", None, 2, {}, "cpu"),
     ],
 )
-def test_ranks_of_a_users_group_have_a_gpu_each(
+def test_ranks_of_a_users_group_have_a_device_each_that_its_backends_take(
+    config: str,
     bound: torch.device | None,
     current: int,
     environ: dict[str, str],
-    index: int,
+    device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -45,7 +50,7 @@ def test_ranks_of_a_users_group_have_a_gpu_each(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     facts: dict[str, Any] = {"is_initialized": True, "get_rank": 3, "get_world_size": 4}
-    facts["get_backend_config"] = "cuda:nccl"
+    facts |= {"get_backend": "undefined", "get_backend_config": config}
     for name, fact in facts.items():
         monkeypatch.setattr(dist, name, lambda fact=fact: fact)
     monkeypatch.setattr(
@@ -54,7 +59,7 @@ def test_ranks_of_a_users_group_have_a_gpu_each(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     world = world_of_process_group()
-    assert world is not None and world.device == torch.device("cuda", index)
+    assert world is not None and world.device == torch.device(device) and world.ranks.rank == 3
 
 
 @pytest.mark.parametrize("content", [b"", b"12345", b"1234567890", b"12345678901"])
@@ -154,29 +159,6 @@ def test_buffers_of_any_strides_are_broadcast(monkeypatch: pytest.MonkeyPatch) -
     values = {name: one.unique().tolist() for name, one in received.named_buffers()}
     assert values.pop("expanded") == [2.0] and set(map(tuple, values.values())) == {(1.0,)}
     assert [one.stride() for one in received.buffers()] == strides and not wire
-
-
-@pytest.mark.parametrize(
-    ("config", "device"),
-    [
-        ("cuda:nccl", "cuda:3"),  # also of a group without a named backend, which is "undefined"
-        ("cpu:gloo", "cpu"),
-        ("cpu:gloo,cuda:gloo", "cpu"),
-        ("cuda:nccl,cpu:gloo", "cpu"),
-    ],
-)
-def test_scripts_group_has_a_device_that_its_backends_take(
-    monkeypatch: pytest.MonkeyPatch, config: str, device: str
-) -> None:
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(dist, "get_backend", lambda: "undefined")
-    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
-    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=None)))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    world = world_of_process_group()
-    assert world is not None and world.device == torch.device(device) and world.ranks.rank == 1
 
 
 def test_several_gpus_without_nccl_are_one_error(
