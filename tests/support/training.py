@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rankzero import config, experiment_file
 from rankzero.events import Event, Noticed, StepsLogged
@@ -64,6 +65,14 @@ def tiny(**changes: Any) -> Experiment:
         experiment_file.load(str(FIXTURES / "tiny.py"))(),
         {key.replace("__", "."): value for key, value in changes.items()},
     )
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """Give this process a process group of its own."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

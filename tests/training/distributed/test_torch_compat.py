@@ -8,7 +8,6 @@ import inspect
 import io
 import pickle
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -21,13 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankzero.training.distributed import torch_compat
 from rankzero.training.distributed.torch_compat import no_foreign_objects
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_the_private_names_exist() -> None:

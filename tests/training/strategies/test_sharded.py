@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,13 +18,6 @@ from rankzero.training.strategies.base import MicroBatchStep, Shard
 from rankzero.training.strategies.replicated import _divided
 from rankzero.training.strategies.sharded import Sharded, fsdp
 from support.training import tiny
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def of_two_types() -> nn.Module:
