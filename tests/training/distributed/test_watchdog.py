@@ -27,9 +27,14 @@ from rankzero.training.distributed.world import World
 from rankzero.training.metrics.window import reduce_window
 
 LIMIT_SECONDS = 0.4
+BEATS = """
+with watchdog.watching(), watchdog.training():
+    watchdog.beat()
+    watchdog.beat()
+"""
 
 
-def watched(tmp_path: Path, body: str) -> tuple[int, dict[str, object] | None, str]:
+def watched(tmp_path: Path, body: str) -> tuple[int, dict[str, Any] | None, str]:
     """Run `body` in its own watched process. Return its exit code, its failure, its stderr."""
     script = tmp_path / "users.py"
     script.write_text(
@@ -51,90 +56,52 @@ def watched(tmp_path: Path, body: str) -> tuple[int, dict[str, object] | None, s
     return done.returncode, json.loads(path.read_text()) if path.exists() else None, done.stderr
 
 
-def test_a_hung_process_reports_where_and_ends(tmp_path: Path) -> None:
-    code, failure, stderr = watched(
-        tmp_path,
-        """
-        def step():
-            time.sleep(100)
-        with watchdog.watching(), watchdog.training():
-            watchdog.beat()
-            watchdog.beat()
-            step()
-        """,
-    )
+def hung(tmp_path: Path, before: str, hang: str = "time.sleep(100)") -> tuple[dict[str, Any], str]:
+    """Let a watched process hang after two beats. Return its failure, its stderr."""
+    code, failure, stderr = watched(tmp_path, f"{textwrap.dedent(before)}{BEATS}    {hang}\n")
     assert code == -signal.SIGKILL and failure is not None
-    assert str(failure["reason"]).startswith("rank 3 hung for 0 s (") and "in step" in str(
-        failure["reason"]
-    )
-    assert failure["rank"] == 3 and "time.sleep(100)" in str(failure["error"])
+    return failure, stderr
+
+
+def test_a_hung_process_reports_where_and_ends(tmp_path: Path) -> None:
+    failure, stderr = hung(tmp_path, "def step():\n    time.sleep(100)", "step()")
+    assert failure["reason"].startswith("rank 3 hung for 0 s (") and "in step" in failure["reason"]
+    assert failure["rank"] == 3 and "time.sleep(100)" in failure["error"]
     assert "most recent call first" in stderr and "in step" in stderr
 
 
 def test_a_report_leaves_out_the_command_of_which_the_rank_is_a_fork(tmp_path: Path) -> None:
-    code, failure, _ = watched(
-        tmp_path,
-        """
-        import threading
-        from rankzero.launch import agent
-        with watchdog.watching(), watchdog.training():
-            watchdog.beat()
-            watchdog.beat()
-            agent.enter(threading.Event().wait, None)
-        """,
-    )
-    assert code == -signal.SIGKILL and failure is not None
+    imports = "import threading\nfrom rankzero.launch import agent"
+    failure, _ = hung(tmp_path, imports, "agent.enter(threading.Event().wait, None)")
     assert failure["reason"] == "rank 3 hung for 0 s"
-    assert "threading.py" in str(failure["error"]) and "users.py" not in str(failure["error"])
+    assert "threading.py" in failure["error"] and "users.py" not in failure["error"]
 
 
 def test_a_report_names_what_the_process_waited_for(tmp_path: Path) -> None:
-    code, failure, _ = watched(
-        tmp_path,
-        """
-        with watchdog.watching(), watchdog.training():
-            watchdog.beat()
-            watchdog.beat("the checkpoint of step 7 to be written")
-            time.sleep(100)
-        """,
-    )
-    assert code == -signal.SIGKILL and failure is not None
+    step = "watchdog.beat('the checkpoint of step 7 to be written'); time.sleep(100)"
+    failure, _ = hung(tmp_path, "", step)
     named = "rank 3 hung for 0 s, waiting for the checkpoint of step 7 to be written ("
-    assert str(failure["reason"]).startswith(named)
+    assert failure["reason"].startswith(named)
 
 
 def test_a_report_that_hangs_does_not_keep_the_process_alive(tmp_path: Path) -> None:
-    code, _, stderr = watched(
-        tmp_path,
-        """
+    before = """
         def hang(failure):
             time.sleep(100)  # as the store of a stopped rank 0
-        watchdog = Watchdog(0.4 / 60, 3, [hang])
-        with watchdog.watching(), watchdog.training():
-            watchdog.beat()
-            watchdog.beat()
-            time.sleep(100)
-        """,
-    )
-    assert code == -signal.SIGKILL and "rank 3 hung" in stderr
+        watchdog = Watchdog(0.4 / 60, 3, [hang, report])
+        """
+    assert "rank 3 hung" in hung(tmp_path, before)[1]
 
 
 def test_a_full_disk_does_not_keep_the_process_alive(tmp_path: Path) -> None:
-    code, failure, _ = watched(
-        tmp_path,
-        """
+    before = """
         import sys
         def refuse(failure):
             raise OSError(28, "No space left on device")
         sys.stderr = open("/dev/full", "w")
         watchdog = Watchdog(0.4 / 60, 3, [refuse, report])
-        with watchdog.watching(), watchdog.training():
-            watchdog.beat()
-            watchdog.beat()
-            time.sleep(100)
-        """,
-    )
-    assert code == -signal.SIGKILL and failure is not None
+        """
+    hung(tmp_path, before)
 
 
 def test_suspended_time_does_not_count(tmp_path: Path) -> None:
@@ -228,19 +195,10 @@ def test_rank_released_after_long_wait_is_not_reported_as_hung(tmp_path: Path) -
 
 def test_a_rank_whose_gpu_is_busy_waits_for_it(tmp_path: Path) -> None:
     """Under NCCL, a rank that waits for a hung one does so in its own code."""
-    code, failure, _ = watched(
-        tmp_path,
-        f"""
-        watchdog = Watchdog({LIMIT_SECONDS / 60}, 3, [report], is_gpu_busy=lambda: True)
-        with watchdog.watching(), watchdog.training():
-            watchdog.beat()
-            watchdog.beat()
-            time.sleep(100)
-        """,
-    )
-    assert code == -signal.SIGKILL and failure is not None
+    before = "watchdog = Watchdog(0.4 / 60, 3, [report], is_gpu_busy=lambda: True)"
+    failure, _ = hung(tmp_path, before)
     # It gives the rank that hangs the time to end first.
-    assert str(failure["reason"]).startswith("rank 3 waited for its GPU, or the others, for 1 s (")
+    assert failure["reason"].startswith("rank 3 waited for its GPU, or the others, for 1 s (")
 
 
 @pytest.mark.parametrize(
