@@ -26,7 +26,7 @@ from rankzero.events import DataDescribed
 from rankzero.redaction.text import text_without_secrets
 from rankzero.training.data.stream import length_of
 
-STREAM = "not computed: a stream"
+_STREAM = "not computed: a stream"
 # Changing any of these numbers changes the digests of data that have not changed.
 ROWS = 64  # of each array or list
 INDICES = 4096  # of a subset
@@ -46,7 +46,7 @@ def describe(dataset: Any, context: str, experiment_file: str) -> DataDescribed:
     name = type(inner).__name__
     if isinstance(inner, _GENERIC):
         name = Path(experiment_file.partition(".py")[0]).name
-    digest, how = compute(dataset) if hasattr(dataset, "__len__") else (STREAM, "nothing")
+    digest, how = compute(dataset) if hasattr(dataset, "__len__") else (_STREAM, "nothing")
     root = dict(_attributes(inner)).get("root")
     is_local = isinstance(root, (str, Path)) and bool(str(root))
     source = str(root) if is_local else experiment_file

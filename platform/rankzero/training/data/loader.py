@@ -25,10 +25,10 @@ from rankzero.training.data.order import BatchOrder, mix, mix_in, shard
 from rankzero.training.data.samples import BatchMaker, Collate, batch_maker
 
 # A tensor data set of up to this size is copied to the GPU once, and batches are gathered there.
-RESIDENT_BYTES = 1 << 30
+_RESIDENT_BYTES = 1 << 30
 EVALUATION_WORKERS = 2
 # Indices of samples that are copied to the GPU at once, and the batches that they are of.
-INDICES_AHEAD, BATCHES_AHEAD = 1 << 16, 1 << 10
+_INDICES_AHEAD, _BATCHES_AHEAD = 1 << 16, 1 << 10
 _ALONE = (
     "; its __getitems__ draws, so it is given one index at a time: do in collate() what needs the "
     "whole batch"
@@ -62,7 +62,7 @@ class BatchLoader:
         self._tensors: list[Tensor] | None = None
         if in_memory(dataset, collate):
             size = sum(tensor.nbytes for tensor in dataset.tensors)
-            home = device if size <= RESIDENT_BYTES else torch.device("cpu")
+            home = device if size <= _RESIDENT_BYTES else torch.device("cpu")
             self._tensors = [tensor.to(home) for tensor in dataset.tensors]
 
     def train_batches(
@@ -72,7 +72,7 @@ class BatchLoader:
         keys = order.iter_micro_batches(rank, first_step, total_steps)
         if self._tensors is not None:
             # The experiment chooses an epoch's batches when the epoch begins, and not before.
-            ahead = min(BATCHES_AHEAD, max(1, INDICES_AHEAD // order.micro_batch))
+            ahead = min(_BATCHES_AHEAD, max(1, _INDICES_AHEAD // order.micro_batch))
             return self._gather(keys, self._tensors, 1 if order.lists is not None else ahead)
         maker = batch_maker(self._collate, self._seed, rank, training=True)
         loader = processes.make_loader(

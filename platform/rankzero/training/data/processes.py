@@ -30,15 +30,15 @@ from rankzero.run_store import lock_files
 from rankzero.training.data.batch import map_tensors
 from rankzero.training.data.device_copy import DeviceCopier
 
-MOST_WORKERS = 8
-PREFETCHED = 4  # batches for each loading process
+_MOST_WORKERS = 8
+_PREFETCHED = 4  # batches for each loading process
 
 
 def loader_workers(wanted: int | None, local_world_size: int, cores: int) -> int:
     """Return how many loading processes each rank gets: `wanted`, or what training leaves."""
     if wanted is not None:
         return wanted
-    return max(0, min(MOST_WORKERS, cores // local_world_size - 1))
+    return max(0, min(_MOST_WORKERS, cores // local_world_size - 1))
 
 
 def make_loader(
@@ -67,7 +67,7 @@ def make_loader(
         num_workers=workers,
         collate_fn=_Loaded,
         pin_memory=device.type == "cuda",
-        prefetch_factor=PREFETCHED if workers else None,
+        prefetch_factor=_PREFETCHED if workers else None,
         persistent_workers=persistent and workers > 0,
         worker_init_fn=_begin,
         multiprocessing_context=context,

@@ -125,7 +125,7 @@ def at_its_place(dataset: Any) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class _Place:
     """The place of a part of a stream, after a batch."""
 
     epoch: int = 0
@@ -158,7 +158,7 @@ class StreamLoader:
         self._evaluation: DataLoader[Any] | None = None
         # The batches that were read, and the place of each loading process: at the start of
         # `train_batches`, and now.
-        self._start = self._now = 0, (Place(),) * max(1, self._workers)
+        self._start = self._now = 0, (_Place(),) * max(1, self._workers)
 
     def train_batches(
         self, order: BatchOrder, rank: int, first_step: int, total_steps: int
@@ -210,7 +210,7 @@ class StreamLoader:
         elif not same_layout or len(saved[rank]["places"]) != max(1, self._workers):
             why = "there are other processes or loading processes than before"
         else:
-            places = tuple(Place(*place) for place in saved[rank]["places"])
+            places = tuple(_Place(*place) for place in saved[rank]["places"])
             self._start = self._now = saved[rank]["read"], places
             if not (_is_hugging_face(self.dataset) and _shuffles(self.dataset._ex_iterable)):
                 return ""
@@ -219,8 +219,8 @@ class StreamLoader:
                 "shuffle buffer. This epoch leaves out the samples that were in the buffer"
             )
         # Another epoch, so that a stream that shuffles yields another order. The same on all ranks.
-        epoch = 1 + max(Place(*place).epoch for one in saved for place in one["places"])
-        self._start = self._now = 0, (Place(epoch),) * max(1, self._workers)
+        epoch = 1 + max(_Place(*place).epoch for one in saved for place in one["places"])
+        self._start = self._now = 0, (_Place(epoch),) * max(1, self._workers)
         return (
             f"this resume is not exact: the training set is a stream, and {why}. It is read from "
             f"its first sample again, as epoch {epoch}"
@@ -261,7 +261,7 @@ class _Part(IterableDataset[Any]):
     batch_size: int
     ranks: int
     read: int = 0
-    places: tuple[Place, ...] = ()
+    places: tuple[_Place, ...] = ()
     worker: tuple[int, int] | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -281,7 +281,7 @@ class _Part(IterableDataset[Any]):
         if divides_itself:
             part, parts, salt, ranks = 0, 1, number + 1, 1
         maker = dataclasses.replace(self.maker, rank=number)
-        place, is_endless = self.places[worker] if self.places else Place(), bool(self.places)
+        place, is_endless = self.places[worker] if self.places else _Place(), bool(self.places)
         reader = _Reader(stream, maker, part, parts, salt, place, is_endless, ranks)
         # The batches come from one process after the other. These were read in the last attempt.
         if worker < self.read % workers:
@@ -307,7 +307,7 @@ class _Reader:
     part: int
     parts: int
     salt: int
-    place: Place
+    place: _Place
     """After the last batch."""
     is_endless: bool
     ranks: int
@@ -335,10 +335,10 @@ class _Reader:
         except Exception as error:
             return self.maker.failure(error, where or f"sample {self._position}")
         batches = self.place.batches + 1
-        self.place = Place(self._epoch, self._position, batches, inner)
+        self.place = _Place(self._epoch, self._position, batches, inner)
         return batch, len(samples)
 
-    def _read(self, place: Place) -> Iterator[Any]:
+    def _read(self, place: _Place) -> Iterator[Any]:
         stream, inner, kept = self.stream, place.inner, place.position
         while True:
             if hasattr(stream, "set_epoch"):

@@ -19,7 +19,7 @@ from rankzero.launch.failures import Failure
 from rankzero.training.distributed.world import LOOK_SECONDS, World
 
 # How long a rank may take to see a peer's end by itself, and to end.
-GRACE_SECONDS = 2.0
+_GRACE_SECONDS = 2.0
 
 
 @contextlib.contextmanager
@@ -29,7 +29,7 @@ def watching(
     may_end: Callable[[], bool],
     *,
     look_seconds: float = LOOK_SECONDS,
-    grace_seconds: float = GRACE_SECONDS,
+    grace_seconds: float = _GRACE_SECONDS,
 ) -> Iterator[None]:
     """Look for another rank's failure while the block runs, in a thread of its own.
 

@@ -28,19 +28,19 @@ from rankzero.mlflow_store import patience
 from rankzero.training.distributed import world
 from rankzero.training.metrics import window
 
-CHECKS = 20  # per limit
+_CHECKS = 20  # per limit
 # The longest time between two checks: a shorter stop of the whole process is not noticed.
-MOST_BETWEEN = 10.0
+_MOST_BETWEEN = 10.0
 # The first step compiles the model and starts data loaders, so it may take this many times as long.
-FIRST_STEP_FACTOR = 6.0
+_FIRST_STEP_FACTOR = 6.0
 # A rank that waits for others gets this many times as long. So the rank that hangs ends first.
 WAITING_FACTOR = 1.5
 # The least time before the first step and after the last: data may have to be downloaded.
-SETUP_SECONDS = 1800.0
+_SETUP_SECONDS = 1800.0
 _SETUP = "RANKZERO_SETUP_SECONDS"
 """Other seconds, for data that take longer than half an hour to arrive, and for tests."""
 # To report a hang. The disk may hang, and a stopped rank 0 answers no request.
-REPORT_SECONDS = 5.0
+_REPORT_SECONDS = 5.0
 
 _TORCH = Path(torch.__file__).parent
 _CUDA = f"{_TORCH / 'cuda'}{os.sep}"
@@ -52,12 +52,12 @@ WAITING_IN = (
 )
 """A rank whose innermost Python frame is in one of these waits for other ranks or its device."""
 
-SETTING_UP, TRAINING, ENDING = "in set-up", "", "after the last step"
+_SETTING_UP, _TRAINING, _ENDING = "in set-up", "", "after the last step"
 
 
 def setup_seconds(environ: Mapping[str, str] = os.environ) -> float:
     """Return the least time before the first step. Raises UserError for what is no number."""
-    text = environ.get(_SETUP) or str(SETUP_SECONDS)
+    text = environ.get(_SETUP) or str(_SETUP_SECONDS)
     try:
         return patience.seconds(text)
     except ValueError as error:
@@ -81,7 +81,7 @@ class Watchdog:
         rank: int,
         on_hang: Sequence[Callable[[Failure], None]],
         *,
-        setup_seconds: float = SETUP_SECONDS,
+        setup_seconds: float = _SETUP_SECONDS,
         local_processes: Mapping[int, int] | None = None,
         waiting_in: Sequence[str] = WAITING_IN,
         on_progress: Callable[[], None] = lambda: None,
@@ -93,9 +93,9 @@ class Watchdog:
         self._waiting_in = tuple(waiting_in)
         self._on_progress, self._is_gpu_busy = on_progress, is_gpu_busy
         self._last, self._beats = time.monotonic(), 0
-        self._phase, self._waits_for = SETTING_UP, ""
+        self._phase, self._waits_for = _SETTING_UP, ""
         self._over = threading.Event()
-        self._interval = min((self._limit or 0.0) / CHECKS, MOST_BETWEEN)
+        self._interval = min((self._limit or 0.0) / _CHECKS, _MOST_BETWEEN)
         # The time of the last check, and the seconds of stops until then. Two threads read it.
         self._looked = math.inf, 0.0
         self.is_saving: Callable[[], bool] = lambda: False
@@ -116,7 +116,7 @@ class Watchdog:
 
     def may_be_ended(self) -> bool:
         """Return whether this rank neither ends by itself nor writes a checkpoint."""
-        return self._phase != ENDING and not self.is_saving()
+        return self._phase != _ENDING and not self.is_saving()
 
     def suspended_seconds(self) -> float:
         """Return for how long Ctrl-Z, a scheduler or the like has stopped this whole process."""
@@ -144,11 +144,11 @@ class Watchdog:
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
         """Expect beats for the duration of the block."""
-        self._enter(TRAINING)
+        self._enter(_TRAINING)
         try:
             yield
         finally:
-            self._enter(ENDING)
+            self._enter(_ENDING)
 
     def _enter(self, phase: str) -> None:
         # The time comes first. The thread reads the phase first, so it never applies the limit of a
@@ -174,9 +174,9 @@ class Watchdog:
             phase = self._phase
             last, now = self._last, time.monotonic()
             allowed = limit
-            if phase != TRAINING or self._beats <= 1:
-                allowed = FIRST_STEP_FACTOR * limit
-            if phase != TRAINING:
+            if phase != _TRAINING or self._beats <= 1:
+                allowed = _FIRST_STEP_FACTOR * limit
+            if phase != _TRAINING:
                 allowed = max(allowed, self._setup_seconds)
             # Python documents this function for debuggers. There is no other way to see where
             # another thread is, and CPython has had it since 2.5.
@@ -277,6 +277,6 @@ def _try_for_seconds(calls: Sequence[Callable[[], None]]) -> None:
     threads = [threading.Thread(target=attempt, args=(call,), daemon=True) for call in calls]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + REPORT_SECONDS
+    deadline = time.monotonic() + _REPORT_SECONDS
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))

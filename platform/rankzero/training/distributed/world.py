@@ -28,13 +28,13 @@ from rankzero.run_store import lock_files
 from rankzero.training.distributed import torch_compat
 
 # A checkpoint may be larger than the free memory of a GPU, so it is sent in pieces.
-PIECE_BYTES = 64 << 20
+_PIECE_BYTES = 64 << 20
 # Before the watchdog starts, a rank may wait for another that loads its data.
-SETUP_TIMEOUT = datetime.timedelta(minutes=30)
+_SETUP_TIMEOUT = datetime.timedelta(minutes=30)
 # Afterwards the watchdog ends a rank that hangs, and names it.
 TRAINING_TIMEOUT = datetime.timedelta(days=1)
 # How long a failing peer may take to report why.
-FAILURE_SECONDS = 2.0
+_FAILURE_SECONDS = 2.0
 # Between two looks for a peer's failure.
 LOOK_SECONDS = 1.0
 # For a rank that still starts its GPU while another one has failed to.
@@ -112,7 +112,7 @@ class World:
         return json.loads(self.broadcast(json.dumps(value).encode(), source))
 
     def broadcast(
-        self, content: bytes, source: int = 0, *, piece_bytes: int = PIECE_BYTES
+        self, content: bytes, source: int = 0, *, piece_bytes: int = _PIECE_BYTES
     ) -> bytes:
         """Return one rank's `content` on every rank. Collective, too slow for the loop."""
         if not self.is_distributed:
@@ -175,7 +175,7 @@ class World:
         # As above: without the store, this rank reports its own failure.
         with contextlib.suppress(Exception):
             store = torch_compat.default_store()
-            deadline = time.monotonic() + FAILURE_SECONDS
+            deadline = time.monotonic() + _FAILURE_SECONDS
             while store is not None and time.monotonic() < deadline:
                 if (found := _failure_in(store)) is not None:
                     return found
@@ -200,10 +200,10 @@ def join(ranks: Ranks, choose: Callable[[Ranks], torch.device]) -> Iterator[Worl
         return
     if rendezvous.is_one_machine():
         rendezvous.keep_gloo_on_loopback()
-        device, store = choose(ranks), rendezvous.private_store(ranks, SETUP_TIMEOUT)
+        device, store = choose(ranks), rendezvous.private_store(ranks, _SETUP_TIMEOUT)
     else:
         lock_files.allow_many_files()  # rank 0 serves two connections of each rank
-        store = rendezvous.shared_store(ranks, SETUP_TIMEOUT)
+        store = rendezvous.shared_store(ranks, _SETUP_TIMEOUT)
         try:
             device = agreed_device(store, ranks, choose)
         except Exception:
@@ -226,7 +226,7 @@ def join(ranks: Ranks, choose: Callable[[Ranks], torch.device]) -> Iterator[Worl
         rank=ranks.rank,
         world_size=ranks.world_size,
         device_id=device if on_gpu else None,
-        timeout=SETUP_TIMEOUT,
+        timeout=_SETUP_TIMEOUT,
     )
     yield World(ranks, device)
     # Only after success: a rank that failed must end, and not wait for peers that are gone.

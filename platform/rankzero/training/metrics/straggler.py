@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 # Times the median of the others. Less is noise on a machine that other programs use too.
-SLOWER = 1.25
+_SLOWER = 1.25
 # More waiting for data than the others' median, as a fraction of the time.
-LATER = 0.1
+_LATER = 0.1
 # Fewer windows show no pattern.
-WINDOWS = 5
+_WINDOWS = 5
 
 
 class ForwardTimer:
@@ -76,14 +76,14 @@ def straggler(
     `forwards` and `data_waits` are each rank's seconds, summed over the windows. The keys are those
     of a run's summary.
     """
-    if windows < WINDOWS or len(forwards) < 2 or not all(forwards):
+    if windows < _WINDOWS or len(forwards) < 2 or not all(forwards):
         return {}
     # Waiting for data comes first: it also delays the forward.
     late, median = _highest(data_waits)
-    if (data_waits[late] - median) / seconds >= LATER:
+    if (data_waits[late] - median) / seconds >= _LATER:
         return {"straggler_rank": late, "straggler_data_wait_fraction": data_waits[late] / seconds}
     slow, median = _highest(forwards)
-    if forwards[slow] >= SLOWER * median:
+    if forwards[slow] >= _SLOWER * median:
         return {"straggler_rank": slow, "straggler_forward_ratio": forwards[slow] / median}
     return {}
 

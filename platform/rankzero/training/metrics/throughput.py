@@ -11,7 +11,7 @@ from rankzero.training.metrics.straggler import straggler
 from rankzero.training.metrics.window import WindowStats
 
 # The first windows include the warm-up.
-WARM_UP_WINDOWS = 2
+_WARM_UP_WINDOWS = 2
 
 
 @dataclasses.dataclass
@@ -52,7 +52,7 @@ class RunTotals:
         """
         # Sums, and no list of windows: a run may last for months.
         self.windows += not was_suspended
-        if self.windows > WARM_UP_WINDOWS and window.seconds > 0 and not was_suspended:
+        if self.windows > _WARM_UP_WINDOWS and window.seconds > 0 and not was_suspended:
             self.steady.add(samples / window.seconds)
             self.steady_samples += samples
             self.steady_seconds += window.seconds
@@ -81,7 +81,7 @@ class RunTotals:
                 self.data_wait_seconds / self.train_seconds if self.train_seconds else None
             ),
             "checkpoint_blocked_seconds": self.blocked_seconds,
-            **straggler(self.windows - WARM_UP_WINDOWS, steady, self.forwards, self.data_waits),
+            **straggler(self.windows - _WARM_UP_WINDOWS, steady, self.forwards, self.data_waits),
         }
         measured = {name: value for name, value in figures.items() if value is not None}
         return {**self.last_metrics, **measured}
