@@ -26,3 +26,7 @@ def test_state_is_converted_between_names_and_numbers() -> None:
         parameter_names.part_of(named, names[1::2]),
     ]
     assert parameter_names.joined(parts)["state"].keys() == named["state"].keys()
+    # A model may define first what it calls last. Its stages have the order of the calls.
+    assert parameter_names.by_number(parameter_names.joined(parts[::-1]), names) == (
+        optimizer.state_dict()
+    )

@@ -25,8 +25,13 @@ def by_name(saved: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 def by_number(saved: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return an optimizer's state keyed by the parameters' numbers."""
-    numbers = {name: number for number, name in enumerate(names)}
-    return rekeyed(saved, numbers) if _is_named(saved) else dict(saved)
+    if not _is_named(saved):
+        return dict(saved)
+    found = rekeyed(saved, {name: number for number, name in enumerate(names)})
+    # PyTorch loads states by their order. The stages of a pipeline may have another one.
+    for group in found["param_groups"]:
+        group["params"].sort()
+    return found
 
 
 def rekeyed(saved: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
