@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+import psutil
 import torch
 
 from rankzero.errors import UserError
@@ -248,20 +249,17 @@ def _without_command(stack: list[traceback.FrameSummary]) -> list[traceback.Fram
 
 
 def stopped_ranks(processes: Mapping[int, int]) -> list[int]:
-    """Return the ranks that a signal or a debugger has stopped. Linux only, else none.
+    """Return the ranks that a signal or a debugger has stopped.
 
     `processes`: process ids by rank, of ranks with the same parent process as this one.
     """
-    found = []
+    states, found = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP), []
     for rank, process in sorted(processes.items()):
-        # There is no such file on other systems, and none for a process that has ended.
-        with contextlib.suppress(OSError, ValueError):
-            text = Path(f"/proc/{process}/stat").read_text(errors="replace")
-            # The command's name in parentheses may contain anything. The state and the parent
-            # follow it.
-            state, parent = text.rpartition(")")[2].split()[:2]
+        # It may have ended.
+        with contextlib.suppress(psutil.Error):
+            other = psutil.Process(process)
             # Another parent: the id is a stranger's, as in another PID namespace.
-            if state in "Tt" and int(parent) == os.getppid():
+            if other.status() in states and other.ppid() == os.getppid():
                 found.append(rank)
     return found
 
