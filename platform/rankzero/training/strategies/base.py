@@ -207,7 +207,12 @@ def clip(world: World, norm: float, *, parts: Sequence[Tensor], whole: Sequence[
 
     `parts`: gradients that only this rank has. `whole`: gradients that are equal on all ranks.
     """
-    total = (world.sum(_squares(parts, world)) + _squares(whole, world)).sqrt()
+    # Without gradients PyTorch's norm is on the host, and the host would wait for its copy.
+    mine, same = (
+        nn.utils.get_total_norm(one) if one else torch.zeros((), device=world.device)
+        for one in (parts, whole)
+    )
+    total = (world.sum(mine.square()) + same.square()).sqrt()
     # The formula of torch.nn.utils.clip_grad_norm_ on the whole model, also its 1e-6. So all
     # strategies take the same step.
     if norm < math.inf:
@@ -215,12 +220,6 @@ def clip(world: World, norm: float, *, parts: Sequence[Tensor], whole: Sequence[
         for gradient in (*parts, *whole):
             gradient.mul_(factor)
     return total
-
-
-def _squares(tensors: Sequence[Tensor], world: World) -> Tensor:
-    if not tensors:
-        return torch.zeros((), device=world.device)
-    return torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]).square().sum()
 
 
 _INTEGERS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
