@@ -5,7 +5,7 @@ Converting between the two lets a run continue under another strategy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,12 +59,11 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def part_of(saved: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def part_of(saved: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Return the part of a state, by name, that belongs to some parameters."""
-    mine = set(names)
     groups = [
-        {**group, "params": [name for name in group["params"] if name in mine]}
+        {**group, "params": [name for name in group["params"] if name in names]}
         for group in saved["param_groups"]
     ]
-    state = {name: entry for name, entry in saved["state"].items() if name in mine}
+    state = {name: entry for name, entry in saved["state"].items() if name in names}
     return {"state": state, "param_groups": groups}

@@ -155,9 +155,8 @@ class Pipeline:
     def load(self, saved: Mapping[str, Any]) -> None:
         self.load_model(saved["model"])
         # The whole optimizer's order turns a plain model's numbers into names.
-        mine = [name for name, _ in self.model.named_parameters()]
         named = parameter_names.by_name(saved["optimizer"], self._names)
-        part = parameter_names.part_of(named, mine)
+        part = parameter_names.part_of(named, dict(self.model.named_parameters()))
         set_optimizer_state_dict(self.model, self.optimizer, part)
 
     def _gathered(self, mine: Any) -> list[Any]:
