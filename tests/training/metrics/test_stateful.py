@@ -58,6 +58,7 @@ def test_a_column_of_the_outputs_does_not_keep_them_all() -> None:
     ("args", "says"),
     [
         (torch.ones(2), "must be the tuple of arguments of update(), because metrics() has an"),
+        (None, "must be the tuple of arguments"),  # as without the name
         ((torch.ones(3),), "must get tensors with 2 rows, one for each sample of the batch, got"),
         ((torch.ones(3),), "got shape (3,): let collate() keep every sample; an object"),
         ((["a", "b"],), "got <class 'list'>: let collate() keep"),
@@ -129,11 +130,6 @@ def test_rows_of_another_width_on_another_rank_are_refused() -> None:
     metrics = StatefulMetrics({"bleu": Seen()}, Two(Ranks(1, 2), torch.device("cpu")), 2)
     metrics.update({"bleu": (torch.ones(2, 17),)}, 2)
     metrics.compute([2, 2], 0)
-
-
-def test_missing_arguments_are_refused() -> None:
-    with pytest.raises(UserError, match="measure\\(\\)\\['one'\\] must be the tuple"):
-        StatefulMetrics({"one": Seen()}, ALONE, 1).update({}, 2)
 
 
 def test_result_that_is_no_number_is_refused() -> None:
