@@ -21,6 +21,7 @@ from rankzero.launch import agent
 from rankzero.launch.failures import Failure
 from rankzero.launch.request import JobRequest
 from rankzero.launch.signals import SignalForwarder
+from rankzero.ranks import Ranks
 from rankzero.training import final_test, worker
 from rankzero.training.build import build
 from rankzero.training.checkpoints import restore
@@ -146,6 +147,11 @@ def attempted(world: World, case: Case, folder: Path) -> dict[str, Any]:
     except Exception as error:
         seen["error"] = f"{type(error).__name__}: {error}"
     return seen
+
+
+def attempted_alone(case: Case, folder: Path) -> dict[str, Any]:
+    """Return what `attempted` returns in a process without other ranks."""
+    return attempted(World(Ranks(), torch.device("cpu")), case, folder)
 
 
 def tested(

@@ -6,13 +6,10 @@ import functools
 from pathlib import Path
 
 import pytest
-import torch
 
-from rankzero.ranks import Ranks
-from rankzero.training.distributed.world import World
 from support import two_ranks
 from support.paths import FIXTURES
-from support.two_ranks import Case, attempted
+from support.two_ranks import Case, attempted_alone
 
 FLOWING = FIXTURES / "flowing.py"
 STRATEGIES = ("ddp", "zero1", "fsdp")
@@ -67,10 +64,9 @@ def test_resume_is_bit_identical(folder: Path, strategy: str, kind: str) -> None
 
 @pytest.mark.parametrize("kind", ["lists", "saved"])
 def test_resume_is_bit_identical_on_one_process(tmp_path: Path, kind: str) -> None:
-    alone = World(Ranks(), torch.device("cpu"))
     changes = {"kind": kind, "train__workers": 2, "train__micro_batch": 4}
-    straight = attempted(alone, Case("one", changes, file=FLOWING), tmp_path / "one")
-    again = attempted(alone, Case("two", changes, stop_at=3, file=FLOWING), tmp_path / "two")
+    straight = attempted_alone(Case("one", changes, file=FLOWING), tmp_path / "one")
+    again = attempted_alone(Case("two", changes, stop_at=3, file=FLOWING), tmp_path / "two")
     assert "error" not in again and len(straight["losses"]) == 8
     assert again["losses"] == straight["losses"] and again["begun"][1] >= 3
 

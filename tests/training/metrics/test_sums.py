@@ -12,7 +12,7 @@ import torch
 from rankzero.ranks import Ranks
 from rankzero.training.distributed.world import World
 from support import two_ranks
-from support.two_ranks import TOKENS, Case, attempted, launched, seen
+from support.two_ranks import TOKENS, Case, attempted_alone, launched, seen
 
 STILL = {"lr": 0.0, "train__steps": 1}
 """Every evaluation is of the same weights."""
@@ -70,9 +70,8 @@ def on_three(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def alone(tmp_path: Path) -> Any:
     def run(stop_at: int | None = None, **changes: Any) -> dict[str, Any]:
-        world = World(Ranks(), torch.device("cpu"))
         name = f"alone-{stop_at}-{len(list(tmp_path.iterdir()))}"
-        found = attempted(world, Case(name, changes, stop_at, file=TOKENS), tmp_path / name)
+        found = attempted_alone(Case(name, changes, stop_at, file=TOKENS), tmp_path / name)
         assert "error" not in found, found["error"]
         return found
 

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from rankzero.ranks import Ranks
 from rankzero.run_store import checkpoint_files
 from rankzero.training.checkpoints import restore
-from rankzero.training.distributed.world import World
 from support import two_ranks
-from support.two_ranks import STAGED, Case, attempted
+from support.two_ranks import STAGED, Case, attempted_alone
 
 STRATEGIES = ("ddp", "zero1", "fsdp", "tp", "pp")
 FREEZING = ("ddp", "zero1", "fsdp", "tp")
@@ -62,7 +60,7 @@ seen = functools.partial(two_ranks.seen, fails=True)
 def alone(tmp_path: Path) -> Any:
     def run(**changes: Any) -> dict[str, Any]:
         case = Case(f"alone-{len(list(tmp_path.iterdir()))}", changes, file=STAGED)
-        return attempted(World(Ranks(), torch.device("cpu")), case, tmp_path / case.name)
+        return attempted_alone(case, tmp_path / case.name)
 
     return run
 

@@ -30,7 +30,7 @@ from rankzero.training.strategies.base import MicroBatchStep, Shard
 from rankzero.training.strategies.pipeline import SCHEDULES, Pipeline
 from rankzero.training.strategies.replicated import AutocastDataParallel, Replicated, single
 from support import two_ranks
-from support.two_ranks import Case, attempted
+from support.two_ranks import Case, attempted_alone
 
 DIVIDED = ("zero1", "fsdp", "tp", "pp")
 STRATEGIES = ("ddp", *DIVIDED)
@@ -232,7 +232,7 @@ seen = functools.partial(two_ranks.seen, fails=True)
 @pytest.fixture
 def alone(tmp_path: Path) -> Any:
     def run(**changes: Any) -> dict[str, Any]:
-        return attempted(World(Ranks(), torch.device("cpu")), Case("alone", changes), tmp_path)
+        return attempted_alone(Case("alone", changes), tmp_path)
 
     return run
 
@@ -444,12 +444,11 @@ def test_two_optimizers_resume_and_have_the_losses_of_one_process(
     folder: Path, tmp_path: Path, name: str
 ) -> None:
     settings = {"train__clip": 0.05, "optimizers": 2}
-    world = World(Ranks(), torch.device("cpu"))
-    one = attempted(world, Case("one", settings), tmp_path / "one")["losses"]
+    one = attempted_alone(Case("one", settings), tmp_path / "one")["losses"]
     two = seen(folder, f"{name}-joint")
     assert "error" not in two and two["begun"][1] >= 3
     assert two["losses"] == pytest.approx(one, rel=2e-3)
-    again = attempted(world, Case("again", settings, stop_at=3), tmp_path / "again")
+    again = attempted_alone(Case("again", settings, stop_at=3), tmp_path / "again")
     assert again["losses"] == one and again["begun"][1] >= 3, "not bit for bit"
 
 
@@ -558,10 +557,7 @@ def test_resumed_run_uses_changed_optimizer_options(
     folder: Path, tmp_path: Path, name: str
 ) -> None:
     case = Case("alone", {"weight_decay": 3.0}, stop_at=4, before={"weight_decay": 0.0})
-    one, two = (
-        attempted(World(Ranks(), torch.device("cpu")), case, tmp_path),
-        seen(folder, f"{name}-decayed"),
-    )
+    one, two = attempted_alone(case, tmp_path), seen(folder, f"{name}-decayed")
     assert "error" not in two and two["losses"] == pytest.approx(one["losses"], rel=1e-4)
     assert one["losses"]["8"] != pytest.approx(seen(folder, name)["losses"]["8"], rel=1e-2)
 
@@ -588,9 +584,7 @@ def test_one_process_resumes_a_checkpoint_of_two(
     shutil_copy(folder / name / "checkpoints", tmp_path / "checkpoints")
     on = alone(train__steps=10, train__strategy=under)
     assert "error" not in on and list(on["losses"]) == ["9", "10"]
-    straight = attempted(
-        World(Ranks(), torch.device("cpu")), Case("straight", {"train__steps": 10}), tmp_path / "s"
-    )
+    straight = attempted_alone(Case("straight", {"train__steps": 10}), tmp_path / "s")
     assert on["losses"] == pytest.approx(
         {step: straight["losses"][step] for step in ("9", "10")}, rel=1e-3
     )

@@ -19,7 +19,7 @@ from rankzero.training.strategies.base import Shard
 from rankzero.training.strategies.replicated import Replicated
 from support import two_ranks
 from support.paths import FIXTURES
-from support.two_ranks import Case, attempted, launched, seen
+from support.two_ranks import Case, attempted_alone, launched, seen
 
 ADVERSARIAL = FIXTURES / "adversarial.py"
 STRATEGIES = ("ddp", "zero1", "fsdp")
@@ -92,8 +92,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(
     folder: Path, name: str, stop_at: int | None = None, *, fails: bool = False, **changes: Any
 ) -> dict[str, Any]:
-    world = World(Ranks(), torch.device("cpu"))
-    found = attempted(world, case(name, stop_at, **changes), folder / name)
+    found = attempted_alone(case(name, stop_at, **changes), folder / name)
     assert fails or "error" not in found, found["error"]
     return found
 
