@@ -20,15 +20,8 @@ from rankzero.events import RunEnded, RunStarted
 from rankzero.integrations.own_loop.tracked_run import TrackedRun
 from rankzero.mlflow_store.client.connection import connect
 from rankzero.run_store.folder import RunFolder
-from rankzero.run_store.journal import read_all
 from rankzero.tracking import delivery_status, sync
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "MLFLOW_TRACKING_URI", "RANKZERO_DIR"):
-        monkeypatch.delenv(name, raising=False)
+from support.runs import of_kind
 
 
 def in_mlflow(folder: Path) -> dict[str, Run]:
@@ -37,9 +30,7 @@ def in_mlflow(folder: Path) -> dict[str, Run]:
 
 
 def ends(run: TrackedRun) -> list[str]:
-    assert run.folder is not None
-    events = read_all(run.folder / "events.jsonl")
-    return [event.status for event in events if isinstance(event, RunEnded)]
+    return [event.status for event in of_kind(run.folder, RunEnded)]
 
 
 def test_children_are_below_their_run_in_mlflow() -> None:
@@ -100,12 +91,10 @@ def test_child_continues_its_run_too() -> None:
     run.finish(ValueError("in fold"))
     assert ends(run) == ends(child) == ends(other) == ["FAILED"]
     child.log({"loss": 1.0})
-    assert child.folder is not None and run.folder is not None
-    for one in (child.folder, run.folder):
-        events = read_all(one / "events.jsonl")
-        assert [event.attempt for event in events if isinstance(event, RunStarted)] == [1, 2]
+    for one in (child, run):
+        assert [event.attempt for event in of_kind(one.folder, RunStarted)] == [1, 2]
     again = run.child("a b")
-    assert again.name == child.name and len(RunFolder(run.folder).children) == 2
+    assert again.name == child.name and len(RunFolder(run.folder or Path()).children) == 2
     run.finish()
     assert ends(again) == ["FAILED", "FINISHED", "FINISHED"] and ends(other) == ["FAILED"]
 

@@ -14,23 +14,14 @@ import pytest
 from rankzero.events import Evaluated, RunEnded, StepsLogged
 from rankzero.integrations.deferred_run import DeferredRun
 from rankzero.integrations.own_loop.tracked_run import OPEN
-from rankzero.run_store.journal import read_all
+from support.runs import of_kind
 from support.spawned import log_second_step, train
 
 
-@pytest.fixture(autouse=True)
-def in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "MLFLOW_TRACKING_URI", "RANKZERO_DIR"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def steps_and_ends(run: DeferredRun) -> tuple[list[int], list[str]]:
-    assert run.name is not None
-    events = list(read_all(Path("mlruns/runs", run.name, "events.jsonl")))
-    logged = [event.steps for event in events if isinstance(event, StepsLogged)]
-    ends = [event.status for event in events if isinstance(event, RunEnded)]
-    return [step for steps in logged for step in steps], ends
+    folder = Path("mlruns/runs", str(run.name))
+    steps = [step for event in of_kind(folder, StepsLogged) for step in event.steps]
+    return steps, [event.status for event in of_kind(folder, RunEnded)]
 
 
 def test_texts_are_artifacts_by_step() -> None:
@@ -169,8 +160,8 @@ def test_evaluation_after_the_training_is_the_final_one(capsys: pytest.CaptureFi
     run.evaluated({"val/loss": 0.25}, 4)
     run.evaluated({"val/accuracy": 0.75}, 4)
     run.end()
-    events = read_all(Path("mlruns/runs", str(run.name), "events.jsonl"))
-    found = [(one.step, dict(one.metrics)) for one in events if isinstance(one, Evaluated)]
+    evaluations = of_kind(Path("mlruns/runs", str(run.name)), Evaluated)
+    found = [(one.step, dict(one.metrics)) for one in evaluations]
     assert found[2:] == [(4, {"final/val/loss": 0.25}), (4, {"val/accuracy": 0.75})]
     assert "earlier attempt" not in capsys.readouterr().out
 
@@ -207,9 +198,8 @@ def test_forked_process_continues_the_run_that_its_parent_has_ended() -> None:
     output = subprocess.check_output([sys.executable, "-c", FORKED, "tags", "ends"], text=True)
     assert "child 0" in output
     (folder,) = Path("mlruns/runs").iterdir()
-    events = list(read_all(folder / "events.jsonl"))
-    assert [one.step for one in events if isinstance(one, Evaluated)] == [1]
-    assert [one.steps for one in events if isinstance(one, StepsLogged)] == [[2]]
+    assert [one.step for one in of_kind(folder, Evaluated)] == [1]
+    assert [one.steps for one in of_kind(folder, StepsLogged)] == [[2]]
 
 
 @pytest.mark.parametrize("words", [[], ["reopens"]])
@@ -218,8 +208,7 @@ def test_second_forked_training_counts_on_from_the_first(words: list[str]) -> No
     output = subprocess.check_output(script, text=True)
     assert output.count("child 0") == 2 and "earlier attempt" not in output
     (folder,) = Path("mlruns/runs").iterdir()
-    events = list(read_all(folder / "events.jsonl"))
-    assert [one.step for one in events if isinstance(one, Evaluated)] == [1, 2]
+    assert [one.step for one in of_kind(folder, Evaluated)] == [1, 2]
 
 
 def test_second_spawned_training_counts_on_from_the_first() -> None:

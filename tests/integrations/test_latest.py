@@ -21,13 +21,7 @@ from rankzero.reporting import run_report
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.tracking import delivery_status
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "MLFLOW_TRACKING_URI", "RANKZERO_DIR"):
-        monkeypatch.delenv(name, raising=False)
+from support.runs import of_kind
 
 
 def trained(**options: Any) -> TrackedRun:
@@ -70,9 +64,8 @@ def test_metric_counts_on_from_its_own_step_at_the_checkpoint(
                     run.log({"train/loss": 0.5})
                 run.evaluated({"val/acc": 0.5}, epoch)
                 run.checkpoint({"epoch": epoch}, epoch)
-    events = read_all((run.folder or Path()) / "events.jsonl")
-    logged = [one for one in events if isinstance(one, StepsLogged) and one.metrics]
-    assert [step for one in logged for step in one.steps] == list(range(20))
+    logged = [one.steps for one in of_kind(run.folder, StepsLogged) if one.metrics]
+    assert [step for steps in logged for step in steps] == list(range(20))
     assert "earlier attempt" not in capsys.readouterr().out
 
 
@@ -83,8 +76,7 @@ def test_metric_counts_on_from_its_own_step_without_a_checkpoint() -> None:
                 for _ in range(4):
                     run.log({"train/loss": 0.5})
                 run.evaluated({"val/acc": 0.5}, epoch)
-    events = read_all((run.folder or Path()) / "events.jsonl")
-    steps = [step for one in events if isinstance(one, StepsLogged) for step in one.steps]
+    steps = [step for one in of_kind(run.folder, StepsLogged) for step in one.steps]
     assert steps == sorted({*steps})
 
 
@@ -103,7 +95,7 @@ def test_metric_counts_on_in_a_run_of_an_older_version() -> None:
             if isinstance(one, RunStarted):
                 cast("dict[str, str]", one.environment).pop("rankzero.keep", None)
         path.write_bytes(b"".join(map(encode_line, events)))
-    steps = [step for one in events if isinstance(one, StepsLogged) for step in one.steps]
+    steps = [step for one in of_kind(run.folder, StepsLogged) for step in one.steps]
     assert steps == sorted({*steps})
 
 
@@ -122,8 +114,8 @@ def test_checkpoint_comes_from_mlflow_if_the_disk_has_none() -> None:
     store = folder.identity.tracking_uri
     with rankzero.track("mine", name="r1", folder="elsewhere", tracking_uri=store) as run:
         state = run.latest()
-    assert state is not None and state["step"] == 2 and run.folder is not None
-    (told,) = [one for one in read_all(run.folder / "events.jsonl") if isinstance(one, Noticed)]
+    assert state is not None and state["step"] == 2
+    (told,) = of_kind(run.folder, Noticed)
     assert "step_00000002 is that of MLflow's run" in told.text
     with rankzero.track("mine", name="r1", folder="third", offline=True) as run:
         assert run.latest() is None

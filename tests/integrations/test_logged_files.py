@@ -28,16 +28,9 @@ from rankzero.integrations.own_loop.tracked_run import TrackedRun
 from rankzero.mlflow_store import limits
 from rankzero.run_store import delivery_state
 from rankzero.run_store.folder import RunFolder
-from rankzero.run_store.journal import read_all
 from rankzero.tracking import sync
 from support.memory_store import MemoryStore, delivered
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "MLFLOW_TRACKING_URI", "RANKZERO_DIR"):
-        monkeypatch.delenv(name, raising=False)
+from support.runs import of_kind
 
 
 @pytest.fixture
@@ -48,6 +41,12 @@ def run() -> TrackedRun:
 def folder_of(run: TrackedRun) -> RunFolder:
     assert run.folder is not None
     return RunFolder(run.folder)
+
+
+def delivery_of(run: TrackedRun) -> MemoryStore:
+    """Return a store that has what the run has logged so far."""
+    delivered(folder_of(run), store := MemoryStore())
+    return store
 
 
 def test_everything_is_delivered_as_it_was_before_the_run_ends(run: TrackedRun) -> None:
@@ -86,7 +85,6 @@ def test_everything_is_delivered_as_it_was_before_the_run_ends(run: TrackedRun) 
     assert texts["notes/hello.txt"] == "hello" and texts["values.yaml"] == "a:\n  b: 1\n"
     assert "<svg" in texts["figures/curve.svg"] and "PNG" in texts["black.png"]
     assert [(key, step) for key, step, _ in store.pictures] == [("val/sample", 5)]
-    run.finish()
 
 
 class Textless:
@@ -100,9 +98,7 @@ def test_bad_entry_costs_only_itself(run: TrackedRun, capsys: pytest.CaptureFixt
         run.set_tags({"rankzero.x": "b"})
         run.log_params({"ok": 1, "bad": Textless(), "deep": {"bad": Textless()}})
     child = run.child("fold", {"fold": 1, "bad": Textless()})
-    store, below = MemoryStore(), MemoryStore()
-    delivered(folder_of(run), store)
-    delivered(folder_of(child), below)
+    store, below = delivery_of(run), delivery_of(child)
     assert (store.tags["team"], store.tags["owner"], store.params["ok"]) == ("a", "me", "1")
     assert below.params["fold"] == "1" and "bad" not in below.params
     assert not {"bad", "rankzero.x"} & (store.tags.keys() | store.params.keys())
@@ -110,7 +106,6 @@ def test_bad_entry_costs_only_itself(run: TrackedRun, capsys: pytest.CaptureFixt
     assert printed.count("a tag is not logged: rankzero.x is RankZero's own") == 1
     for name in ("tag bad", "param bad", "param deep.bad"):
         assert printed.count(f"the {name} is not logged: RuntimeError: gone") == 1
-    run.finish()
 
 
 def test_tags_whose_names_differ_only_in_odd_characters_all_reach_mlflow(
@@ -119,23 +114,19 @@ def test_tags_whose_names_differ_only_in_odd_characters_all_reach_mlflow(
     for _ in range(2):
         run.set_tags({"t:u": 1, "t(u": 2, "t_u": 3})
         run.set_tag("t)u", 4)
-    store = MemoryStore()
-    delivered(folder_of(run), store)
+    store = delivery_of(run)
     assert store.tags["t_u"] == "3"
     tags = {name: text for name, text in store.tags.items() if name.startswith("t_u")}
     assert sorted(tags.values()) == ["1", "2", "3", "4"]
     assert capsys.readouterr().out.count("in MLflow, which has another tag t_u") == 3
-    run.finish()
 
 
 def test_threads_that_set_their_first_tags_keep_different_names(run: TrackedRun) -> None:
     tags = [f"t{character}u" for character in "(){}[]!?"]
     with ThreadPoolExecutor(len(tags)) as pool:
         list(pool.map(run.set_tag, tags, tags))
-    store = MemoryStore()
-    delivered(folder_of(run), store)
+    store = delivery_of(run)
     assert set(tags) <= set(store.tags.values())
-    run.finish()
 
 
 def test_params_whose_names_differ_only_in_odd_characters_all_reach_mlflow(
@@ -147,8 +138,7 @@ def test_params_whose_names_differ_only_in_odd_characters_all_reach_mlflow(
         run.log_params({"p_u": 3, "p)u": 4})
         run.log_param("p(u", 2)
         run.finish()
-    store = MemoryStore()
-    delivered(folder_of(run), store)
+    store = delivery_of(run)
     params = {limits.name(key): text for key, text in store.params.items() if key[0] == "p"}
     assert params["p_u"] == "1" and sorted(params.values()) == ["1", "2", "3", "4"]
     assert capsys.readouterr().out.count("in MLflow, which has another param p_u") == 6
@@ -160,11 +150,9 @@ def test_own_tags_are_refused_however_they_are_written(
     run: TrackedRun, capsys: pytest.CaptureFixture[str], before: str, tag: str
 ) -> None:
     run.set_tag(before + tag, "mine")
-    store = MemoryStore()
-    delivered(folder_of(run), store)
+    store = delivery_of(run)
     assert "mine" not in store.tags.values()
     assert f"a tag is not logged: {before}{tag} is RankZero's own" in capsys.readouterr().out
-    run.finish()
 
 
 def test_another_process_keeps_the_names_of_tags_and_the_tables(tmp_path: Path) -> None:
@@ -175,8 +163,7 @@ def test_another_process_keeps_the_names_of_tags_and_the_tables(tmp_path: Path) 
         # As an earlier version let programs do.
         run._log(TagsSet(0.0, {"mlflow.loggedArtifacts": "no list"}))
         run.finish()
-    store = MemoryStore()
-    delivered(folder_of(run), store)
+    store = delivery_of(run)
     assert store.tags["t_u"] == "t_u" and "t(u" in store.tags.values()
     assert {"3-True.json", "3-False.json"} <= store.artifacts.keys()
 
@@ -187,15 +174,11 @@ def test_what_a_folder_contains_is_copied_without_the_runs_beside_it(run: Tracke
         Path(name).write_text(name)
     run.log_artifacts(".", "all")
     run.log_artifacts("nowhere")
-    store = MemoryStore()
-    delivered(folder_of(run), store)
+    store = delivery_of(run)
     logged = {name for name in store.artifacts if not name.startswith("provenance")}
     assert logged == {"all/c.txt", "all/deep/b.txt"}
-    (note,) = [
-        event.text for event in read_all(folder_of(run).events) if isinstance(event, Noticed)
-    ]
-    assert "nowhere is not logged" in note
-    run.finish()
+    (note,) = of_kind(run.folder, Noticed)
+    assert "nowhere is not logged" in note.text
 
 
 def test_table_takes_what_can_be_listed(
@@ -217,7 +200,6 @@ def test_table_takes_what_can_be_listed(
         found = json.loads((folder_of(run).artifacts / f"{name}.json").read_text())
         assert found == {"columns": columns, "data": data}, name
     assert capsys.readouterr().out.count("several keys are the column 1: the last counts") == 1
-    run.finish()
 
 
 def test_table_grows_by_rows_of_any_kind(run: TrackedRun) -> None:
@@ -228,8 +210,7 @@ def test_table_grows_by_rows_of_any_kind(run: TrackedRun) -> None:
     run.log_table({"only": "one row"}, "row.json")
     run.log_table({"id": [2**53 + 1]}, "ids.json")
     run.log_table([{"id": 2**53 + 3}, {"new": 1}], "ids.json")
-    store = MemoryStore()
-    delivered(folder_of(run), store)
+    store = delivery_of(run)
     assert json.loads(store.artifacts["deep/losses.json"]) == {
         "columns": ["step", "loss", "more"],
         "data": [
@@ -251,7 +232,6 @@ def test_table_grows_by_rows_of_any_kind(run: TrackedRun) -> None:
         "row.json",
         "ids.json",
     ]
-    run.finish()
 
 
 def test_mlflow_reads_a_table_as_its_own(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,12 +261,10 @@ def test_table_that_cannot_be_one_costs_only_itself(
     for number in range(200):
         run.log_table([[number]], f"{number:030}.json")
     assert capsys.readouterr().out.count("tables of this run, others as files") == 1
-    store = MemoryStore()
-    delivered(folder_of(run), store)
+    store = delivery_of(run)
     listed = json.loads(store.tags["mlflow.loggedArtifacts"])
     assert 50 < len(listed) < 200 and f"{199:030}.json" in store.artifacts
     assert store.artifacts["taken.json"] == "no table"
-    run.finish()
 
 
 class Undrawable:
@@ -369,7 +347,6 @@ def test_file_that_cannot_be_copied_costs_no_other_of_its_folder(
     copied = folder_of(run).artifacts / "out"
     found = {str(path.relative_to(copied)) for path in copied.rglob("*") if path.is_file()}
     assert found == {".hydra/config.yaml", "a.txt", "link.txt", "z.txt"}
-    run.finish()
 
 
 def test_copy_that_takes_long_is_noted_once(
@@ -382,7 +359,6 @@ def test_copy_that_takes_long_is_noted_once(
         run.log_artifact("whole.pt")
     monkeypatch.undo()
     assert capsys.readouterr().out.count("s to copy whole.pt") == 1
-    run.finish()
 
 
 def test_image_that_changes_is_noted_once(
@@ -407,9 +383,7 @@ def test_image_that_changes_is_noted_once(
     artifacts = folder_of(run).artifacts
     with Image.open(artifacts / "both.png") as both, Image.open(artifacts / "large.png") as large:
         assert np.array_equal(np.asarray(both), integers[0].numpy()) and large.height == 3000
-    kept = [event for event in read_all(folder_of(run).events) if isinstance(event, PicturesTaken)]
-    assert [event.step for event in kept] == [0, 3, 3, 3]
-    run.finish()
+    assert [event.step for event in of_kind(run.folder, PicturesTaken)] == [0, 3, 3, 3]
 
 
 def test_images_of_different_keys_have_different_names(
@@ -420,13 +394,11 @@ def test_images_of_different_keys_have_different_names(
         for key in keys:
             run.log_image(torch.zeros(2, 2), key=key, step=1)
     printed = capsys.readouterr().out
-    store = MemoryStore()
-    delivered(folder_of(run), store)
+    store = delivery_of(run)
     drawn = {key for key, *_ in store.pictures}
     assert len(drawn) == len(keys), drawn
     assert printed.count("the image k(u is k_u-") == 1
     assert printed.count("are called xxxx") == 2
-    run.finish()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -451,7 +423,6 @@ def test_empty_path_is_not_the_working_folder(
     run.log_artifacts("", "below")
     assert not [*folder_of(run).artifacts.rglob("secret.txt")]
     assert capsys.readouterr().out.count("is not logged: ValueError: its path is empty") == 2
-    run.finish()
 
 
 def test_folder_of_the_runs_is_not_copied_into_itself(run: TrackedRun) -> None:
@@ -464,7 +435,6 @@ def test_folder_of_the_runs_is_not_copied_into_itself(run: TrackedRun) -> None:
     beside.log_artifact(".")
     copied = next(folder_of(beside).artifacts.glob("test_*"))
     assert (copied / "train.py").exists() and not (copied / "runs").exists()
-    beside.finish()
 
 
 def test_threads_that_write_one_name_do_not_mix_their_texts(run: TrackedRun) -> None:
@@ -484,7 +454,6 @@ def test_threads_that_write_one_name_do_not_mix_their_texts(run: TrackedRun) -> 
         thread.join()
     assert (folder.artifacts / "a.txt").read_text() in ("one", "other")
     assert not list(folder.artifacts.glob(".*"))
-    run.finish()
 
 
 def test_url_is_that_of_the_servers_page(run: TrackedRun, tmp_path: Path) -> None:
@@ -496,4 +465,3 @@ def test_url_is_that_of_the_servers_page(run: TrackedRun, tmp_path: Path) -> Non
     assert online.id == "abc"
     assert (online.url or "").endswith("127.0.0.1:9/#/experiments/7/runs/abc")
     assert "secret" not in (online.url or "")
-    online.finish()

@@ -21,15 +21,12 @@ from rankzero.integrations.own_loop.tracked_run import TrackedRun
 from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 from rankzero.run_store import delivery_state
 from rankzero.run_store.folder import RunFolder
-from rankzero.run_store.journal import read_all
 from rankzero.tracking import sync
+from support.runs import of_kind
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrackedRun:
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "MLFLOW_TRACKING_URI", "RANKZERO_DIR"):
-        monkeypatch.delenv(name, raising=False)
+def run() -> TrackedRun:
     return rankzero.track("mine", name="r1", offline=True)
 
 
@@ -85,7 +82,7 @@ def test_second_delivery_adds_no_second_model(run: TrackedRun) -> None:
 def test_interrupted_upload_is_replaced_and_a_model_of_another_stays(run: TrackedRun) -> None:
     run.log_model(nn.Linear(3, 1), input_example=torch.ones(2, 3))
     run.finish()
-    (event,) = [one for one in read_all(folder_of(run).events) if isinstance(one, ModelLogged)]
+    (event,) = of_kind(run.folder, ModelLogged)
     store = MlflowRuns(folder_of(run).identity.tracking_uri)
     record = store.open_run(folder_of(run).identity, event.time)
     left, other = (
@@ -145,7 +142,6 @@ def test_model_that_is_divided_among_ranks_is_not_traced(
     finally:
         torch.distributed.destroy_process_group()
     assert "divided among the ranks" in capsys.readouterr().out
-    run.finish()
 
 
 def test_users_own_calls_of_mlflow_keep_their_settings(tmp_path: Path) -> None:

@@ -49,13 +49,6 @@ raise ValueError("at the end")
 """
 
 
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "MLFLOW_TRACKING_URI", "RANKZERO_DIR"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def test_calls_of_mlflow_reach_the_run_whose_end_counts() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, env=os.environ

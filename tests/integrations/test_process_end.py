@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import rankzero
 from rankzero.events import Evaluated, Event, Noticed, RunEnded, RunStarted, StepsLogged
 from rankzero.run_store.journal import read_all
 from support.commands import wait_until
+from support.runs import of_kind
 
 BEGIN = """
 import multiprocessing, os, signal, sys, rankzero
@@ -141,10 +141,8 @@ rankzero.track("mine", name="r3", offline=True)
 
 def ended(folder: Path, script: str) -> list[RunEnded]:
     (folder / "script.py").write_text(script)
-    environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    subprocess.run([sys.executable, "script.py"], cwd=folder, check=False, env=environ)
-    events = read_all(folder / "mlruns/runs/r1/events.jsonl")
-    return [event for event in events if isinstance(event, RunEnded)]
+    subprocess.run([sys.executable, "script.py"], cwd=folder, check=False)
+    return of_kind(folder / "mlruns/runs/r1", RunEnded)
 
 
 @pytest.mark.parametrize(
@@ -181,10 +179,9 @@ def ended(folder: Path, script: str) -> list[RunEnded]:
 def test_end_of_the_process_is_the_end_of_the_run(
     tmp_path: Path, script: str, status: str, reason: str, error: str | None
 ) -> None:
-    (end,) = ended(tmp_path, script)
-    events = list(read_all(tmp_path / "mlruns/runs/r1/events.jsonl"))
-    assert sum(isinstance(event, RunStarted) for event in events) == 1
-    assert not [e for e in events if isinstance(e, Evaluated) and "child" in e.metrics]
+    (end,), folder = ended(tmp_path, script), tmp_path / "mlruns/runs/r1"
+    assert len(of_kind(folder, RunStarted)) == 1
+    assert not [one for one in of_kind(folder, Evaluated) if "child" in one.metrics]
     assert (end.status, end.reason) == (status, reason)
     assert (error or "") in (end.error or "") and (end.error is not None or status != "FAILED")
 
@@ -217,16 +214,16 @@ def test_failed_cell_of_a_notebook_ends_the_runs_that_it_used(
     assert [end.status for end in ends] == statuses and reason in ends[-1].reason
     assert statuses[-1] != "FAILED" or "Error" in (ends[-1].error or "") or "exited" in reason
     if OTHER in cells:
-        events = read_all(tmp_path / "mlruns/runs/r2/events.jsonl")
-        assert [one.status for one in events if isinstance(one, RunEnded)] == ["FINISHED"]
+        others = of_kind(tmp_path / "mlruns/runs/r2", RunEnded)
+        assert [one.status for one in others] == ["FINISHED"]
 
 
 def test_exception_at_a_prompt_fails_only_a_run_of_its_with_block(tmp_path: Path) -> None:
     lines = BEGIN + "typo\nwith rankzero.track('mine', name='r2', offline=True): typo\n\ntypo\n"
     subprocess.run([sys.executable, "-i"], input=lines, text=True, cwd=tmp_path, check=True)
     for name, status in (("r1", "FINISHED"), ("r2", "FAILED")):
-        events = read_all(tmp_path / f"mlruns/runs/{name}/events.jsonl")
-        assert [one.status for one in events if isinstance(one, RunEnded)] == [status]
+        ends = of_kind(tmp_path / "mlruns/runs" / name, RunEnded)
+        assert [one.status for one in ends] == [status]
 
 
 @pytest.mark.parametrize("options", [["-i"], ["-m", "IPython", "-i"], ["-m", "IPython"]])
@@ -236,8 +233,7 @@ def test_script_that_fails_before_a_prompt_fails_its_run(
     (tmp_path / "script.py").write_text(CRASH)
     command = [sys.executable, *options, "script.py"]
     subprocess.run(command, input="1\n", text=True, cwd=tmp_path, check=False)
-    events = read_all(tmp_path / "mlruns/runs/r1/events.jsonl")
-    ends = [one for one in events if isinstance(one, RunEnded)]
+    ends = of_kind(tmp_path / "mlruns/runs/r1", RunEnded)
     assert [(one.status, one.reason) for one in ends] == [("FAILED", "ValueError: boom")]
 
 
@@ -245,27 +241,22 @@ def test_signal_that_kills_the_process_fails_the_run(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(BEGIN + "os.kill(os.getpid(), signal.SIGTERM)")
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=False)
     assert done.returncode == -signal.SIGTERM
-
-    def end() -> list[RunEnded]:
-        events = read_all(tmp_path / "mlruns/runs/r1/events.jsonl")
-        return [event for event in events if isinstance(event, RunEnded)]
-
-    wait_until(end)  # The recorder writes the end.
-    assert end()[0].status == "FAILED" and "killed by a signal" in end()[0].reason
+    folder = tmp_path / "mlruns/runs/r1"
+    wait_until(lambda: of_kind(folder, RunEnded))  # The recorder writes the end.
+    (end,) = of_kind(folder, RunEnded)
+    assert end.status == "FAILED" and "killed by a signal" in end.reason
 
 
 def test_error_that_ends_the_process_is_that_of_all_its_runs(tmp_path: Path) -> None:
     other = 'other = rankzero.track("mine", name="r2", offline=True)\nother.log({"loss": 1.0})\n'
     (end,) = ended(tmp_path, BEGIN + other + "raise ValueError('boom')")
-    events = read_all(tmp_path / "mlruns/runs/r2/events.jsonl")
-    assert [end.reason] == [one.reason for one in events if isinstance(one, RunEnded)]
-    assert end.reason == "ValueError: boom"
+    (other_end,) = of_kind(tmp_path / "mlruns/runs/r2", RunEnded)
+    assert end.reason == other_end.reason == "ValueError: boom"
 
 
 def test_finish_while_an_exception_is_handled_is_noted_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     run = rankzero.track("mine", name="r1", offline=True)
     try:
         raise ValueError("boom")
@@ -289,8 +280,8 @@ def test_finish_while_an_exception_is_handled_is_noted_once(
 
 def test_second_run_notes_once_that_the_first_is_open(tmp_path: Path) -> None:
     ended(tmp_path, SWEEP)
-    journals = (tmp_path / "mlruns/runs").glob("*/events.jsonl")
-    notes = [one.text for path in journals for one in read_all(path) if isinstance(one, Noticed)]
+    folders = (tmp_path / "mlruns/runs").iterdir()
+    notes = [one.text for folder in folders for one in of_kind(folder, Noticed)]
     assert [note.partition(",")[0] for note in notes] == ["r0 is still open"]
 
 
@@ -300,10 +291,7 @@ def test_second_track_of_a_run_ends_the_first(tmp_path: Path) -> None:
     assert [end.status for end in ended(tmp_path, BEGIN + again + late)] == ["FINISHED"] * 2
 
 
-def test_second_ctrl_c_ends_the_wait_for_a_checkpoint_and_keeps_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_second_ctrl_c_ends_the_wait_for_a_checkpoint_and_keeps_the_end(tmp_path: Path) -> None:
     run = rankzero.track("mine", name="r1", offline=True)
     run.log({"loss": 1.0})
 

@@ -14,15 +14,8 @@ import rankzero
 from rankzero.events import RunEnded
 from rankzero.integrations.tensorboard import SummaryWriter
 from rankzero.run_store.folder import RunFolder
-from rankzero.run_store.journal import read_all
 from support.memory_store import MemoryStore, delivered
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "MLFLOW_TRACKING_URI", "RANKZERO_DIR"):
-        monkeypatch.delenv(name, raising=False)
+from support.runs import of_kind
 
 
 def folder_of(writer: SummaryWriter) -> RunFolder:
@@ -31,8 +24,7 @@ def folder_of(writer: SummaryWriter) -> RunFolder:
 
 
 def ends(writer: SummaryWriter) -> list[str]:
-    events = read_all(folder_of(writer).events)
-    return [event.status for event in events if isinstance(event, RunEnded)]
+    return [event.status for event in of_kind(writer.run.folder, RunEnded)]
 
 
 @pytest.mark.parametrize("launcher", ["ipykernel_launcher", "colab_kernel_launcher"])

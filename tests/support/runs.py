@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rankzero.events import (
     CheckpointDeleted,
@@ -22,8 +22,9 @@ from rankzero.events import (
 )
 from rankzero.run_store import run_locks
 from rankzero.run_store.folder import Identity, RunFolder
-from rankzero.run_store.journal import Journal
+from rankzero.run_store.journal import Journal, read_all
 
+E = TypeVar("E")
 T0 = 1_800_000_000.0
 PARAMS = {"lr": "0.1", "goal.metric": "val/accuracy", "goal.mode": "max", "goal.target": "0.5"}
 
@@ -88,6 +89,12 @@ def ended(
     at: float = T0 + 100,
 ) -> RunEnded:
     return RunEnded(at, status, reason, error, metrics or {})
+
+
+def of_kind(folder: Path | None, kind: type[E]) -> list[E]:
+    """Return the events of one kind in the journal of a run's folder."""
+    assert folder is not None
+    return [event for event in read_all(folder / "events.jsonl") if isinstance(event, kind)]
 
 
 def keys(points: Sequence[Any]) -> set[str]:
