@@ -53,34 +53,11 @@ class _Source:
     """The function ``data()``, if there is one."""
 
 
-@dataclasses.dataclass
-class _Fit:
-    """The objects of this process's training. The experiment itself is frozen."""
-
-    trainer: TrainerStub
-    scheduler: ReplayedScheduler | None = None
-    steps_per_change: int = 1
-    """Optimizer steps between two steps of the scheduler."""
-    at: Progress | None = None
-    """The position of the last forward."""
-    forwards: int = 0
-    """Before the last one, in its step or its evaluation."""
-
-    def see(self, at: Progress) -> None:
-        """Set the place of the next forward, with its `batch_idx`, for the module."""
-        # Each step and each evaluation has a `Progress` of its own.
-        self.forwards = self.forwards + 1 if at is self.at else 0
-        self.at, trainer = at, self.trainer
-        trainer.global_step, trainer.current_epoch = at.step, at.epoch
-        # A resume may begin inside an epoch, so the step tells how many batches were before.
-        before = at.step % trainer.steps_per_epoch * trainer.accumulate_grad_batches
-        trainer.batch_index = self.forwards + (before if at.training else 0)
-
-
 class _LightningExperiment(Experiment):
     """The base of the experiments that `adopt` makes, one class for each `LightningModule`."""
 
     source: ClassVar[_Source]
+    _scheduler: ClassVar[ReplayedScheduler | None] = None
 
     def data(self) -> tuple[Any, Any]:
         return self._loaded.train, self._loaded.val
@@ -93,7 +70,7 @@ class _LightningExperiment(Experiment):
 
     def model(self) -> LightningSteps:
         # The data come first: the trainer stub tells the module how many steps an epoch has.
-        trainer, module = self._fit.trainer, self._instance(self.source.module)
+        trainer, module = self._counted_trainer, self._instance(self.source.module)
         # A module with loaders of its own has prepared for them.
         if self.source.data or self.source.data_module:
             loaders.prepare(module)
@@ -101,7 +78,7 @@ class _LightningExperiment(Experiment):
 
     def measure(self, model: nn.Module, batch: Any, at: Progress) -> Any:
         # The module has no other way to learn the step.
-        self._fit.see(at)
+        self._counted_trainer.see(at)
         return model(batch)
 
     def optimizer(self, model: Any) -> Any:
@@ -111,10 +88,11 @@ class _LightningExperiment(Experiment):
             if self.train.schedule != "constant" or self.train.warmup_steps:
                 fix = "remove it, or set train.schedule=constant and train.warmup_steps=0"
                 raise UserError(f"configure_optimizers has a scheduler: {fix}")
-            self._fit.scheduler = ReplayedScheduler(optimizer, scheduler)
             # Lightning's default interval is an epoch, RankZero's loop counts steps.
-            epoch = self._fit.trainer.steps_per_epoch
-            self._fit.steps_per_change = frequency * (epoch if interval == "epoch" else 1)
+            epoch = self._counted_trainer.steps_per_epoch
+            every = frequency * (epoch if interval == "epoch" else 1)
+            # The experiment is frozen, its dictionary is not.
+            vars(self)["_scheduler"] = ReplayedScheduler(optimizer, scheduler, every)
         # A scheduler's constructor sets the rates of its first step, and keeps the old ones here.
         for group in optimizer.param_groups:
             group["lr"] = group.pop("initial_lr", group["lr"])
@@ -123,16 +101,15 @@ class _LightningExperiment(Experiment):
     def schedule(
         self, step: int, total_steps: int, *_: Any
     ) -> float | Sequence[float] | Mapping[str, float]:
-        fit = self._fit
-        if fit.scheduler is None:
+        if self._scheduler is None:
             return super().schedule(step, total_steps)
-        return fit.scheduler.after(step // fit.steps_per_change)
+        return self._scheduler.after(step)
 
     # cached_property writes to the instance's dictionary, so it also works on a frozen dataclass.
     @functools.cached_property
-    def _fit(self) -> _Fit:
+    def _counted_trainer(self) -> TrainerStub:
         self._trainer.count_steps(len(self._loaded.train))
-        return _Fit(self._trainer)
+        return self._trainer
 
     @functools.cached_property
     def _trainer(self) -> TrainerStub:

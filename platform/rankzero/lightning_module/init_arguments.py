@@ -12,10 +12,10 @@ from rankzero.config.values import is_setting_type
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 
-LEARNING_RATES = ("lr", "learning_rate")
+_LEARNING_RATES = ("lr", "learning_rate")
 BATCH_SIZE = "batch_size"
 # Every experiment has these already.
-_NO_FIELDS = {"train", "goal", "search", *LEARNING_RATES}
+_NO_FIELDS = {"train", "goal", "search", *_LEARNING_RATES}
 # Names of an experiment that a field would hide, `source` among those of a `LightningModule`'s.
 _TAKEN = {*vars(Experiment), "source"}
 
@@ -66,7 +66,7 @@ def values_for(
     `fields`: the values of the experiment's fields, of which its own are not for the user's class.
     """
     # A class may call its learning rate either name, and an experiment has only `lr`.
-    special = {**dict.fromkeys(LEARNING_RATES, rate), BATCH_SIZE: batch_size}
+    special = {**dict.fromkeys(_LEARNING_RATES, rate), BATCH_SIZE: batch_size}
     arguments = parameters(cls)
     settings = {
         name: fields[_field_of(name)]
@@ -84,7 +84,7 @@ def _field_of(argument: str) -> str:
 def learning_rate(cls: type[Any]) -> float:
     """Return the default of the learning rate. Raises UserError if the class takes none."""
     defaults = _defaults_of(cls)
-    for name in LEARNING_RATES:
+    for name in _LEARNING_RATES:
         if isinstance(defaults.get(name), (int, float)):
             return float(defaults[name])
     raise UserError(

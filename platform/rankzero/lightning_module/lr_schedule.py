@@ -38,14 +38,16 @@ def optimizer_and_scheduler(found: Any) -> tuple[Optimizer, Any, str, int]:
 
 
 class ReplayedScheduler:
-    """A scheduler's factor on the initial learning rates, as a function of its steps.
+    """A scheduler's factor on the initial learning rates, as a function of the optimizer's steps.
 
     RankZero's loop asks for the factor of any step, also after a resume, but a scheduler only moves
     forward. So the scheduler runs on a copy of its optimizer's groups, as far as needed, and the
-    factors are kept. Raises UserError for a scheduler that changes anything else.
+    factors are kept. `every`: the optimizer's steps between two of the scheduler. Raises UserError
+    for a scheduler that changes anything else.
     """
 
-    def __init__(self, optimizer: Optimizer, scheduler: LRScheduler) -> None:
+    def __init__(self, optimizer: Optimizer, scheduler: LRScheduler, every: int = 1) -> None:
+        self._every = every
         self._rates = [group["initial_lr"] for group in optimizer.param_groups]
         # The copy has dummy parameters, and the settings of the same groups.
         copies = [{**group, "params": [torch.zeros(1)]} for group in optimizer.param_groups]
@@ -55,10 +57,11 @@ class ReplayedScheduler:
         _rebind(scheduler, optimizer, self._shadow)
         self._record_factor()
         # One step finds out now, not in the middle of the training, what the scheduler changes.
-        self.after(1)
+        self.after(every)
 
-    def after(self, count: int) -> list[float]:
-        """Return each group's factor after `count` of the scheduler's steps."""
+    def after(self, step: int) -> list[float]:
+        """Return each group's factor after a step of the optimizer."""
+        count = step // self._every
         with warnings.catch_warnings():
             # PyTorch warns that optimizer.step() was not called before. On the copy, it never is.
             warnings.simplefilter("ignore")

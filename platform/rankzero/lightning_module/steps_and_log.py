@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rankzero import ranks
 from rankzero.errors import UserError
 from rankzero.experiment import Train
+from rankzero.training_position import Progress
 
 # Lightning users put these before a metric's name, in training (True) and validation. The journal
 # has groups instead.
@@ -40,9 +41,11 @@ class TrainerStub:
 
     def __init__(self, train: Train, datamodule: Any = None) -> None:
         self._train, self.datamodule = train, datamodule
-        # The experiment's `measure` sets these, the module's forward `training`.
+        # `see` sets these, and the module's forward sets `training`.
         self.global_step, self.current_epoch, self.batch_index = 0, 0, 0
         self.training = True
+        self._at: Progress | None = None
+        self._forwards_before = 0
         mine = ranks.detect()
         # A batch of Lightning's is what one forward of a rank gets.
         share = (train.micro_batch or train.batch_size) * mine.world_size
@@ -61,6 +64,15 @@ class TrainerStub:
         steps = train.steps or (train.epochs or 0) * self.steps_per_epoch
         self.estimated_stepping_batches = self.max_steps = steps
         self.max_epochs = -(-steps // self.steps_per_epoch)
+
+    def see(self, at: Progress) -> None:
+        """Set the place of the next forward, with its `batch_idx`, for the module."""
+        # Each step and each evaluation has a `Progress` of its own.
+        self._forwards_before = self._forwards_before + 1 if at is self._at else 0
+        self._at, self.global_step, self.current_epoch = at, at.step, at.epoch
+        # A resume may begin inside an epoch, so the step tells how many batches were before.
+        before = at.step % self.steps_per_epoch * self.accumulate_grad_batches
+        self.batch_index = self._forwards_before + (before if at.training else 0)
 
     def __getattr__(self, name: str) -> Any:
         # copy and pickle ask for special methods, and must get an AttributeError.
