@@ -13,12 +13,12 @@ from rankzero.config.values import render
 from rankzero.integrations.own_loop.values import Tell, read_pairs, reason_of
 
 
-def params_of(config: object, tell: Tell | None = None) -> dict[str, str]:
+def params_of(config: object, tell: Tell = lambda *_: None) -> dict[str, str]:
     """Return a config's settings as text, by dotted key. None has none.
 
     `config`: a mapping (also OmegaConf's), a dataclass, an `argparse.Namespace`, or any object or
     class with attributes. Raises ConfigError for anything else. `tell`: gets each setting that is
-    lost. Without it, a setting without a text raises ConfigError.
+    lost.
     """
     try:
         found = {} if config is None else _mapping(config)
@@ -29,10 +29,7 @@ def params_of(config: object, tell: Tell | None = None) -> dict[str, str]:
                 if not key.startswith("_") and not callable(value)
             }
         if found is not None:
-            settings = list(dotted(_nested(found)))
-            if tell is not None:
-                return read_pairs(settings, render, "param", tell)
-            return {key: render(value) for key, value in settings}
+            return read_pairs(dotted(_nested(found)), render, "param", tell)
     except Exception as error:  # such as OmegaConf's, for a setting without a value
         raise ConfigError(f"the config cannot be read: {reason_of(error)}") from error
     raise ConfigError(
