@@ -20,6 +20,7 @@ from rankzero.experiment import Goal
 from rankzero.integrations.own_loop import process_end
 from rankzero.integrations.own_loop.metric_history import MetricHistory, Row
 from rankzero.integrations.own_loop.values import (
+    Tell,
     is_number,
     is_on_host,
     reason_of,
@@ -31,7 +32,7 @@ from rankzero.run_store.journal import read_all
 from rankzero.tracking.run_log import RunLog
 
 # Values wait on their device until then. A reader sees a new step after two seconds at most.
-FLUSH_SECONDS = 2.0
+_FLUSH_SECONDS = 2.0
 FLUSH_ROWS = 500
 
 
@@ -47,7 +48,7 @@ class Attempt:
         goal: Goal,
         keep: int,
         flush_rows: int,
-        tell: Callable[[str, str], None],
+        tell: Tell,
         lock: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self.log, self._goal, self._keep = log, goal, keep
@@ -75,7 +76,7 @@ class Attempt:
         moment = time.time()
         self._rows.append((step, moment, values))
         self.note_use(moment)
-        due = time.monotonic() - self._flushed > FLUSH_SECONDS
+        due = time.monotonic() - self._flushed > _FLUSH_SECONDS
         if due or len(self._rows) >= self._flush_rows:
             self.flush()
         elif not self._has_flusher:
@@ -173,7 +174,7 @@ class Attempt:
     def _flush_late(self) -> None:
         """Log values that no later call flushes. Runs in a thread, while values wait."""
         while True:
-            time.sleep(FLUSH_SECONDS)
+            time.sleep(_FLUSH_SECONDS)
             with self._lock():
                 if not self._rows:
                     self._has_flusher = False

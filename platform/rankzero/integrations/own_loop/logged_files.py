@@ -16,6 +16,7 @@ from typing import Any
 
 from rankzero.config import yaml_text
 from rankzero.events import ArtifactLogged, PicturesTaken
+from rankzero.integrations.own_loop.values import Tell
 from rankzero.run_store import picture_files
 from rankzero.run_store.folder import RunFolder, is_hidden_artifact
 
@@ -148,7 +149,7 @@ def save_figure(figure: Any, path: Path) -> None:
         raise ValueError(f"{type(figure).__name__} is no figure of matplotlib or plotly")
 
 
-def save_image(image: Any, name: str, tell: Callable[[str, str], object], path: Path) -> None:
+def save_image(image: Any, name: str, tell: Tell, path: Path) -> None:
     """Write an image: a tensor, an array, a PIL image or a figure. Raises ValueError.
 
     `tell` gets how the image `name` was changed, if it was.
@@ -161,9 +162,7 @@ def save_image(image: Any, name: str, tell: Callable[[str, str], object], path: 
     Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(path)
 
 
-def keep_picture(
-    folder: RunFolder, key: str, image: Any, step: int, tell: Callable[[str, str], object]
-) -> PicturesTaken:
+def keep_picture(folder: RunFolder, key: str, image: Any, step: int, tell: Tell) -> PicturesTaken:
     """Keep an image for MLflow's grid of images by step. Raises ValueError.
 
     `tell` gets how the image was changed, if it was.

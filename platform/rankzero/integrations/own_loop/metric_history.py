@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from rankzero.events import CheckpointSaved, Evaluated, Event, RunStarted, StepsLogged
 from rankzero.experiment import Goal
-from rankzero.integrations.own_loop.values import shown, to_float
+from rankzero.integrations.own_loop.values import Tell, shown, to_float
 from rankzero.run_store import provenance
 
 Row = tuple[Any, float, Mapping[str, Any]]  # step, time, values by name
@@ -17,7 +17,6 @@ Row = tuple[Any, float, Mapping[str, Any]]  # step, time, values by name
 
 # Beyond these, the oldest are forgotten: irregular steps must not fill the memory.
 _MOST = 1_000
-_MOST_EVALUATIONS = 1_000
 
 
 class _Series:
@@ -68,7 +67,7 @@ class MetricHistory:
     `tell`: gets what is odd, with a key under which it is said once.
     """
 
-    def __init__(self, goal: Goal, attempt: int, tell: Callable[[str, str], None]) -> None:
+    def __init__(self, goal: Goal, attempt: int, tell: Tell) -> None:
         self._goal, self._attempt, self._tell = goal, attempt, tell
         self.step = 0
         """The newest step so far."""
@@ -125,7 +124,7 @@ class MetricHistory:
     def _note_checkpoint(self, steps: Iterable[int]) -> None:
         for step in steps:
             self._at_checkpoints[step] = dict(self._earlier)
-        if len(self._at_checkpoints) > _MOST_EVALUATIONS:
+        if len(self._at_checkpoints) > _MOST:
             del self._at_checkpoints[next(iter(self._at_checkpoints))]
 
     def continue_from(self, step: int) -> None:
@@ -207,7 +206,7 @@ class MetricHistory:
         known, when = self._evaluations.get(step) or ({}, moment)
         self.last = {**known, **new}
         self._evaluations[step] = self.last, when
-        if len(self._evaluations) > _MOST_EVALUATIONS:
+        if len(self._evaluations) > _MOST:
             del self._evaluations[next(iter(self._evaluations))]
         return Evaluated(moment, step, new, better)
 

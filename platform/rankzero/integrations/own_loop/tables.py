@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +61,17 @@ def save(data: Any, columns: Sequence[str] | None, tell: Tell, path: Path, befor
 class ListedTables:
     """The tables that MLflow's page lists. `tell` gets what is odd, with a key for it."""
 
-    def __init__(self, folder: RunFolder, tell: Callable[[str, str], None]) -> None:
+    def __init__(self, folder: RunFolder, tell: Tell) -> None:
         self._folder, self._tell = folder, tell
         self._known: list[dict[str, str]] | None = None
 
     def add(self, path: str) -> TagsSet | None:
         """Return the event that lists the table, or None if it is listed or there is no room."""
         if self._known is None:  # An earlier attempt may have logged some.
-            self._known = _listed(logged_tags(self._folder).get(TAG, "[]"))
+            known = None
+            with contextlib.suppress(ValueError):  # An earlier version let programs set the tag.
+                known = json.loads(_logged_tags(self._folder).get(TAG, "[]"))
+            self._known = known if isinstance(known, list) else []
         entry = {"path": path, "type": "table"}
         if entry in self._known:
             return None
@@ -81,7 +85,7 @@ class ListedTables:
         return TagsSet(time.time(), {TAG: value})
 
 
-def logged_tags(folder: RunFolder) -> dict[str, str]:
+def _logged_tags(folder: RunFolder) -> dict[str, str]:
     """Return the tags that the program has set in this attempt and earlier ones."""
     events = (event for event in read_all(folder.events) if isinstance(event, TagsSet))
     return {tag: text for event in events for tag, text in event.tags.items()}
@@ -89,16 +93,7 @@ def logged_tags(folder: RunFolder) -> dict[str, str]:
 
 def tags_by_name(folder: RunFolder) -> dict[str, str]:
     """Return the tags that the program has set so far, by their names in MLflow."""
-    return {limits.name(tag): tag for tag in logged_tags(folder)}
-
-
-def _listed(text: str) -> list[dict[str, str]]:
-    # An earlier version let programs set the tag.
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return []
-    return found if isinstance(found, list) else []
+    return {limits.name(tag): tag for tag in _logged_tags(folder)}
 
 
 def _plain(values: Any) -> Any:

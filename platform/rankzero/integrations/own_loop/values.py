@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 Tell = Callable[[str, str], None]
-NAN = float("nan")
+_NAN = float("nan")
 _WRITTEN = dict[Any, set[Any]]()
 """The streams of each GPU on which values were copied that nobody has read yet. Not all streams:
 one may wait for what another rank sends only after this one has logged."""
-SHARDED = "a DTensor, which all ranks must read together: log its full_tensor()"
+_SHARDED = "a DTensor, which all ranks must read together: log its full_tensor()"
 
 
 def snapshot(value: Any) -> Any:
@@ -25,7 +25,7 @@ def snapshot(value: Any) -> Any:
         return value
     try:
         if hasattr(value, "full_tensor"):
-            return SHARDED
+            return _SHARDED
         if hasattr(value, "is_complex") and value.is_complex():
             return "a complex number"
         if hasattr(value, "detach"):
@@ -60,7 +60,7 @@ def to_floats(values: list[Any], notice: Callable[[str], None]) -> list[float]:
     A value that cannot be read becomes NaN. If a device does not answer, `notice` gets the reason.
     """
     torch = sys.modules.get("torch")
-    floats: list[float] = [NAN] * len(values)
+    floats: list[float] = [_NAN] * len(values)
     by_device: dict[Any, list[int]] = {}
     for index, value in enumerate(values):
         if torch is not None and isinstance(value, torch.Tensor):
@@ -85,31 +85,28 @@ def to_floats(values: list[Any], notice: Callable[[str], None]) -> list[float]:
 
 def to_float(value: Any) -> float:
     """Return the value as a float, or NaN if it is not a number."""
-    try:
-        return _read(value)
-    except Exception:  # A user's type may raise anything.
-        return NAN
+    found = _read(value)
+    return _NAN if found is None else found
 
 
 def is_number(value: Any) -> bool:
     """Return whether `to_float` reads the value. A tensor of `snapshot` always counts as one."""
+    # Reading it once more could wait for a GPU.
+    is_tensor = hasattr(value, "detach")
+    return is_tensor or (not isinstance(value, str) and _read(value) is not None)
+
+
+def _read(value: Any) -> float | None:
     try:
-        # Reading it once more could wait for a GPU.
-        if not hasattr(value, "detach"):
-            _read(value)
+        # Reading a DTensor is a collective: rank 0 would wait for the others.
+        if hasattr(value, "full_tensor"):
+            return _NAN
+        # NumPy converts only arrays without dimensions.
+        if getattr(value, "ndim", 0) and hasattr(value, "reshape"):
+            value = value.reshape(())
+        return float(value)
     except Exception:  # A user's type may raise anything.
-        return False
-    return not isinstance(value, str)
-
-
-def _read(value: Any) -> float:
-    # Reading a DTensor is a collective: rank 0 would wait for the others.
-    if hasattr(value, "full_tensor"):
-        return NAN
-    # NumPy converts only arrays without dimensions.
-    if getattr(value, "ndim", 0) and hasattr(value, "reshape"):
-        value = value.reshape(())
-    return float(value)
+        return None
 
 
 def pairs_of(entries: Any, kind: str, tell: Tell) -> list[tuple[Any, Any]]:
