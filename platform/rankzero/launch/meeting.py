@@ -97,13 +97,13 @@ def handler_of(
             f"{owner!r} trains at {machines.endpoint}: give this training another port in "
             f"--rdzv-endpoint, or --rdzv-id {owner} to help that one"
         )
-    watched = _WatchedBackend(backend, machines, notice)
+    watched: Any = _WatchedBackend(backend, machines, notice)
     handler = create_handler(store, watched, parameters)
     watched.handler = weakref.ref(handler)
     return Meeting(handler, store, machines, folder)
 
 
-class Meeting(RendezvousHandler):
+class Meeting:
     """torchrun's rendezvous, in which the machine that has the run is the first."""
 
     def __init__(
@@ -151,28 +151,12 @@ class Meeting(RendezvousHandler):
                 self._store.compare_set(_JOB, self._machines.job, "")
         return has_closed
 
-    def get_backend(self) -> str:
-        """Return the name of the rendezvous's backend."""
-        return self._handler.get_backend()
-
-    def is_closed(self) -> bool:
-        """Return whether no machine can join any more."""
-        return self._handler.is_closed()
-
-    def set_closed(self) -> None:
-        """Let no machine join any more."""
-        self._handler.set_closed()
-
-    def num_nodes_waiting(self) -> int:
-        """Return how many machines wait for the next round."""
-        return self._handler.num_nodes_waiting()
-
-    def get_run_id(self) -> str:
-        """Return the job's name."""
-        return self._handler.get_run_id()
+    def __getattr__(self, name: str) -> Any:
+        """Return what the agent asks of torchrun's own handler."""
+        return getattr(self._handler, name)
 
 
-class _WatchedBackend(RendezvousBackend):
+class _WatchedBackend:
     """torchrun's backend, which says once that this machine is one too many.
 
     A machine that waits reads the state about once a second.
@@ -182,14 +166,9 @@ class _WatchedBackend(RendezvousBackend):
         self, backend: RendezvousBackend, machines: Machines, notice: Callable[[str], object]
     ) -> None:
         self._backend, self._machines, self._notice = backend, machines, notice
-        self._has_said_so = False
+        self.name, self._has_said_so = backend.name, False
         # Weak: in a cycle, the store and its port would outlive the launch.
         self.handler: Callable[[], Any] = lambda: None
-
-    @property
-    def name(self) -> str:
-        """The backend's name."""
-        return self._backend.name
 
     def get_state(self) -> tuple[bytes, Any] | None:
         """Return the state of the rendezvous."""
