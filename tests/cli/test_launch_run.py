@@ -105,7 +105,7 @@ def test_a_rank_that_was_killed_after_the_training_is_named(folder: RunFolder) -
     plan = plan_of(folder, 2)
     for result in (
         agent.LaunchResult("FINISHED"),
-        agent.LaunchResult("FAILED", "rank 1 was killed by SIGKILL", -9, signal.SIGKILL),
+        agent.LaunchResult("FAILED", "rank 1 was killed by SIGKILL", signal.SIGKILL),
     ):
         assert launch_run._report(plan, result, console) == 0  # type: ignore[arg-type]
     assert console.notices == ["after the training, rank 1 was killed by SIGKILL"]

@@ -73,7 +73,6 @@ def test_killed_rank_is_reported_with_its_signal(tmp_path: Path) -> None:
     with SignalForwarder() as signals:
         result = agent.run(agent.Topology(2), killed, None, tmp_path / "logs", signals)
     assert (result.status, result.killed_by) == ("FAILED", signal.SIGKILL)
-    assert result.exit_code == -signal.SIGKILL
     assert result.reason == "rank 1 was killed by SIGKILL"
 
 

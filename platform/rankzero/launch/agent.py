@@ -55,8 +55,6 @@ class LaunchResult:
     """The first worker's result, or FAILED."""
     reason: str = ""
     """Why the workers failed, in a line for people; empty unless FAILED."""
-    exit_code: int | None = None
-    """The exit code of the first worker that failed; None where no worker ended with one."""
     killed_by: signal.Signals | None = None
     """The signal that killed a worker, if one was killed."""
 
@@ -143,12 +141,7 @@ def _result_of(result: RunResult | None, machines: Machines) -> LaunchResult:
         else f"rank {rank} ended with exit code {code}"
         for rank, code in codes.items()
     ]
-    return LaunchResult(
-        "FAILED",
-        ", ".join(reasons),
-        exit_code=next(iter(codes.values()), None),
-        killed_by=next(iter(signals_of.values()), None),
-    )
+    return LaunchResult("FAILED", ", ".join(reasons), next(iter(signals_of.values()), None))
 
 
 def _handler(topology: Topology, folder: RunFolder | None, notice: Callable[[str], object]) -> Any:
