@@ -109,12 +109,7 @@ def use_folder(folder: str | None, environ: MutableMapping[str, str] = os.enviro
 def private_store(
     ranks: Ranks, timeout: datetime.timedelta, environ: Mapping[str, str] = os.environ
 ) -> Any:
-    """Return the store of this start of a job on one machine, a file in its private folder.
-
-    Return None without such a folder: `shared_store` is for several machines.
-    """
-    if not is_one_machine(environ):
-        return None
+    """Return the store of this start of a job on one machine, a file in its private folder."""
     # A restarted rank must not read the addresses of dead ones.
     start = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     path = Path(environ[_STORE_FOLDER]) / f"start_{start}"
