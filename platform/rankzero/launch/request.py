@@ -20,7 +20,7 @@ from rankzero.run_store import checkpoint_files, run_locks
 from rankzero.run_store.attempt import has_launcher, is_written
 from rankzero.run_store.folder import Identity, RunFolder, write_atomically
 
-Configured = TypeVar("Configured", bound=Experiment)
+_Configured = TypeVar("_Configured", bound=Experiment)
 OUT_OF_MEMORY = "rankzero.out_of_memory"
 """The tag of a run whose micro-batch was halved because a device ran out of memory."""
 
@@ -157,8 +157,8 @@ def with_secrets(settings: Mapping[str, Any], changes: Mapping[str, str]) -> dic
 
 
 def with_saved(
-    experiment: Configured, folder: RunFolder, secrets: Mapping[str, str] | None = None
-) -> Configured:
+    experiment: _Configured, folder: RunFolder, secrets: Mapping[str, str] | None = None
+) -> _Configured:
     """Return the experiment with a run's settings. Raises ConfigError.
 
     `secrets`: values for redacted settings. If given, raises UserError for those that it lacks.
@@ -173,7 +173,7 @@ def with_saved(
     return config.override(experiment, saved if secrets is None else with_secrets(saved, secrets))
 
 
-def with_changes(experiment: Configured, changes: Mapping[str, Any]) -> Configured:
+def with_changes(experiment: _Configured, changes: Mapping[str, Any]) -> _Configured:
     """Return the experiment with a user's changes. Raises ConfigError, also for one in vain."""
     changed = config.checked(config.override(experiment, changes))
     train = changed.train
