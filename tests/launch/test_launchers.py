@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,10 +13,11 @@ import pytest
 
 import rankzero
 from rankzero.catalog.lookup import folders
-from rankzero.events import Event, RunEnded, StepsLogged
+from rankzero.events import RunEnded, StepsLogged
 from rankzero.ranks import Ranks
 from rankzero.run_store.folder import RunFolder
-from rankzero.run_store.journal import read_all
+from support.commands import wait_until
+from support.runs import of_kind
 
 VALUES = {1: 1.0, 2: 2.0, 3: 3.0}
 """Rank 0's values; rank n logs 100 n more."""
@@ -115,20 +114,16 @@ def the_only_run(script: Path) -> RunFolder:
     return only
 
 
-def end_of(events: list[Event]) -> RunEnded:
-    (end,) = [event for event in events if isinstance(event, RunEnded)]
-    return end
-
-
 def assert_one_whole_run(script: Path) -> None:
-    events = list(read_all(the_only_run(script).events))
-    logged = [event for event in events if isinstance(event, StepsLogged)]
+    folder = the_only_run(script).path
     pairs = [
-        pair for one in logged for pair in zip(one.steps, one.metrics["train/loss"], strict=True)
+        pair
+        for one in of_kind(folder, StepsLogged)
+        for pair in zip(one.steps, one.metrics["train/loss"], strict=True)
     ]
     assert dict(pairs) == VALUES
     assert len(pairs) == len(VALUES), "each step once"
-    assert end_of(events).status == "FINISHED"
+    assert [end.status for end in of_kind(folder, RunEnded)] == ["FINISHED"]
 
 
 def two_tasks(script: Path, variable: str, of_rank: Mapping[int, Mapping[str, str]]) -> None:
@@ -180,28 +175,6 @@ def test_rank_of_the_task_that_spawned_this_process_is_not_used(
     assert run.folder is None and not (tmp_path / "mlruns").exists()
 
 
-@pytest.mark.skipif(
-    shutil.which("mpirun") is None, reason="no mpirun: Debian's package is openmpi-bin"
-)
-def test_mpirun(script: Path) -> None:
-    script.write_text(QUIET + TRAINING + BY_VARIABLE)
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    ended(
-        start(
-            script,
-            "mpirun",
-            "-np",
-            "2",
-            "--oversubscribe",
-            sys.executable,
-            str(script),
-            "OMPI_COMM_WORLD_RANK",
-            **root,
-        )
-    )
-    assert_one_whole_run(script)
-
-
 def test_srun(script: Path) -> None:
     shared = {
         "SLURM_JOB_ID": "7",
@@ -242,7 +215,7 @@ def test_exception_on_rank_0_fails_the_run(script: Path) -> None:
     process = torchrun(script)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode != 0 and "broken on purpose" in printed
-    end = end_of(list(read_all(the_only_run(script).events)))
+    (end,) = of_kind(the_only_run(script).path, RunEnded)
     assert (end.status, end.reason) == ("FAILED", "ValueError: broken on purpose")
     assert end.error is not None and "in boom" in end.error
 
@@ -252,13 +225,10 @@ def test_rank_0_that_dies_silently_fails_the_run(script: Path) -> None:
     process = start(script, sys.executable, str(script), RANK="0", WORLD_SIZE="2")
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 9, printed
-    folder, deadline = the_only_run(script), time.monotonic() + 60
-    while not (ends := [event for event in read_all(folder.events) if isinstance(event, RunEnded)]):
-        assert time.monotonic() < deadline, "the recorder has not said it"
-        time.sleep(0.05)
-    assert [end.status for end in ends] == ["FAILED"] and "died without writing its end" in ends[
-        0
-    ].reason
+    folder = the_only_run(script).path
+    wait_until(lambda: of_kind(folder, RunEnded))  # The recorder writes it.
+    (end,) = of_kind(folder, RunEnded)
+    assert end.status == "FAILED" and "died without writing its end" in end.reason
 
 
 def test_process_group_of_one_does_not_override_the_launcher(script: Path) -> None:
