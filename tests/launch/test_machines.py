@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pty
 import sys
@@ -50,16 +51,17 @@ def test_count_that_is_none(text: str) -> None:
     ],
 )
 def test_first_machine_of_slurms_list(listed: str, first: str) -> None:
-    assert machines.first_host(listed) == first
+    step = machines.of_slurm(STEP | {"SLURM_STEP_NODELIST": listed})
+    assert step is not None and step.endpoint.startswith(f"{first}:")
 
 
 def test_tasks_of_a_slurm_step_are_machines_of_one_run() -> None:
     step, again = machines.of_slurm(STEP), machines.of_slurm({**STEP, "SLURM_RESTART_COUNT": "1"})
     assert step is not None and again is not None
-    host, _, port = step.machines.endpoint.partition(":")
-    assert (step.machines.least, step.machines.most, host, step.number) == (2, 2, "gpu03", 1)
+    host, _, port = step.endpoint.partition(":")
+    assert (step.least, step.most, host, step.number) == (2, 2, "gpu03", 1)
     assert 20_000 <= int(port) < 30_000
-    assert (step.machines.job, again.machines.job) == ("41.0.0", "41.0.1")
+    assert (step.job, again.job) == ("41.0.0", "41.0.1")
 
 
 @pytest.mark.parametrize("changes", [{"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_STEP_ID": None}])
@@ -102,7 +104,7 @@ def test_a_step_that_cannot_be_one_run_is_refused(changes: dict[str, str], says:
 
 def test_who_serves_the_rendezvous() -> None:
     asked = Machines(2, 2, "127.0.0.1:7", address=None)
-    here, second = meet(asked), meet(asked, number=1)
+    here, second = meet(asked), meet(dataclasses.replace(asked, number=1))
     assert (here.endpoint, here.address, here.settings) == ("localhost:7", "127.0.0.1", {})
     assert (second.endpoint, second.settings) == ("127.0.0.1:7", {"is_host": "false"})
     assert (here.number, second.number) == (0, 1)

@@ -145,7 +145,7 @@ def machines_of(arguments: argparse.Namespace) -> Machines:
     typed = machines.is_typed()
     if arguments.nnodes is None and (step := machines.of_slurm(os.environ, typed=typed)):
         number = number if endpoint else step.number
-        return machines.meet(dataclasses.replace(step.machines, **given), number)
+        return machines.meet(dataclasses.replace(step, number=number, **given))
     if arguments.nnodes is None:
         machines.refuse_launcher(os.environ)
         return ALONE
@@ -155,7 +155,7 @@ def machines_of(arguments: argparse.Namespace) -> Machines:
     if not endpoint:
         raise UserError("--nnodes needs --rdzv-endpoint HOST:PORT, the first machine's, on each")
     default = {"address": None, "job": _job_of(arguments)}
-    return machines.meet(Machines(least, most, **{**default, **given}), number)
+    return machines.meet(Machines(least, most, number=number, **{**default, **given}))
 
 
 def _job_of(arguments: argparse.Namespace) -> str:

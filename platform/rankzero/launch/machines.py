@@ -15,7 +15,7 @@ import socket
 import time
 import zlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -60,7 +60,7 @@ class Machines:
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """torchrun's settings of the rendezvous."""
     number: int | None = None
-    """This machine's among them, if it is known: 0 serves the rendezvous."""
+    """This machine's among them, if its launcher gives it: 0 serves the rendezvous."""
 
     @property
     def alone(self) -> bool:
@@ -102,17 +102,14 @@ def count_of(text: str) -> tuple[int, int]:
     return found
 
 
-def meet(
-    machines: Machines, number: int | None = None, name_seconds: float = _NAME_SECONDS
-) -> Machines:
+def meet(machines: Machines, name_seconds: float = _NAME_SECONDS) -> Machines:
     """Return `machines` with this machine's address and with who serves the rendezvous.
 
-    `number`: this machine's, if the launcher gives it; the first one serves. An address or
-    settings that are there already stay. Raises UserError if no address can be found.
+    An address or settings that are there already stay. Raises UserError if no address can be found.
     """
     if machines.alone:
         return machines
-    host, port = _divided(machines.endpoint)
+    number, (host, port) = machines.number, _divided(machines.endpoint)
     # Kubernetes gives the first pod a name as it starts: another may have waited for long by then.
     patience = float(machines.settings.get("join_timeout", name_seconds))
     source, target = _route(host, port, 0.0 if number == 0 else patience)
@@ -162,14 +159,7 @@ def refuse_launcher(environ: Mapping[str, str]) -> None:
             )
 
 
-class Step(NamedTuple):
-    """The machines of a Slurm step, and this machine's number."""
-
-    machines: Machines
-    number: int
-
-
-def of_slurm(environ: Mapping[str, str], *, typed: bool = False) -> Step | None:
+def of_slurm(environ: Mapping[str, str], *, typed: bool = False) -> Machines | None:
     """Return the machines of this Slurm step, or None if this command is the only one of it.
 
     `typed`: see `is_typed`. Raises UserError for a step with several tasks on a machine.
@@ -183,7 +173,7 @@ def of_slurm(environ: Mapping[str, str], *, typed: bool = False) -> Step | None:
         if tasks == 1:
             return None
         nodes, number = int(environ["SLURM_STEP_NUM_NODES"]), int(environ["SLURM_NODEID"])
-        first = first_host(environ["SLURM_STEP_NODELIST"])
+        first = _first_host(environ["SLURM_STEP_NODELIST"])
     except (KeyError, ValueError) as error:
         raise UserError(
             f"cannot read the variables of this Slurm step ({error}): give --nnodes and "
@@ -198,7 +188,7 @@ def of_slurm(environ: Mapping[str, str], *, typed: bool = False) -> Step | None:
     # A job that is requeued must not join the rendezvous of its last start.
     restart = environ.get("SLURM_RESTART_COUNT", "0")
     job = f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}.{restart}"
-    return Step(Machines(nodes, nodes, f"{first}:{_port_of(job)}", job, None), number)
+    return Machines(nodes, nodes, f"{first}:{_port_of(job)}", job, None, number=number)
 
 
 def is_typed() -> bool:
@@ -206,7 +196,7 @@ def is_typed() -> bool:
     return os.isatty(0) and os.getpgrp() != os.getsid(0)
 
 
-def first_host(listed: str) -> str:
+def _first_host(listed: str) -> str:
     """Return the first machine of a list such as ``gpu[01-03,7],login``. Raises ValueError."""
     found = _NODE_LIST.match(listed)
     if found is None:

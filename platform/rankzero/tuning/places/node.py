@@ -28,7 +28,7 @@ from rankzero import experiment_file
 from rankzero.errors import RunFailed, UserError
 from rankzero.launch import machines
 from rankzero.launch.agent import Topology
-from rankzero.launch.machines import ALONE, Machines, Step
+from rankzero.launch.machines import Machines
 from rankzero.launch.request import JobRequest
 from rankzero.run_store import run_locks
 from rankzero.run_store.folder import RunFolder
@@ -46,8 +46,9 @@ _TICK_SECONDS, _RECORDER_SECONDS = 0.02, 5.0
 class _Node:
     """Serves one search, with a host process of this machine."""
 
-    def __init__(self, lines: Lines, host: LocalHost, folder: Path, step: Step) -> None:
-        self._lines, self._host, self._folder, self._step = lines, host, folder, step
+    def __init__(self, lines: Lines, host: LocalHost, folder: Path, here: Machines) -> None:
+        self._lines, self._host, self._folder, self._machines = lines, host, folder, here
+        self._number = here.number or 0
         self._trial: tuple[Path, Mirror] | None = None
         self._trials = 0
 
@@ -66,7 +67,7 @@ class _Node:
         has_ended = self._host.has_ended()
         if has_ended:
             await_end(RunFolder(folder))
-            _await_last_sample(RunFolder(folder), self._step.number)
+            _await_last_sample(RunFolder(folder), self._number)
         for change in changed.changes():
             self._lines.send(change)
         if has_ended:
@@ -78,7 +79,7 @@ class _Node:
     def do(self, message: Message) -> None:
         """Do what one message asks for."""
         if isinstance(message, Question):
-            if self._step.number == 0:
+            if self._number == 0:
                 self._lines.send(self._described(message))
         elif isinstance(message, Run):
             folder = self._folder / message.folder.name
@@ -87,10 +88,10 @@ class _Node:
             known = {
                 name: content
                 for name, content in message.files.items()
-                if self._step.number == 0 or not Path(name).is_relative_to(logs)
+                if self._number == 0 or not Path(name).is_relative_to(logs)
             }
             mirror.write_all(known, folder)
-            self._trial = folder, Mirror(folder, self._step.number, str(logs))
+            self._trial = folder, Mirror(folder, self._number, str(logs))
             request = _moved(message.request, message.folder.parent, self._folder)
             topology = self._topology(message.topology)
             self._host.run(message.entry, topology, request, folder / logs, folder)
@@ -100,15 +101,12 @@ class _Node:
 
     def _topology(self, asked: Topology) -> Topology:
         """Return this machine's part of a trial's processes, and where they meet the others."""
-        all_machines, number = self._step
-        if all_machines.alone:
+        if self._machines.alone:
             return asked
         # All machines count alike. Ranks of a trial must not join those of the last one.
         self._trials += 1
-        here = machines.meet(all_machines.of_part(self._trials), number)
-        return dataclasses.replace(
-            asked, processes=asked.processes // all_machines.most, machines=here
-        )
+        here = machines.meet(self._machines.of_part(self._trials))
+        return dataclasses.replace(asked, processes=asked.processes // here.most, machines=here)
 
     def _described(self, asked: Question) -> ExperimentDescription | Exception:
         try:
@@ -148,8 +146,8 @@ def _moved(request: Any, old: Path, new: Path) -> Any:
     return dataclasses.replace(request, **moved)
 
 
-def _step() -> Step:
-    """Return the machines of this host, and this one's number. Raises UserError."""
+def _machines() -> Machines:
+    """Return the machines of this host, with this one's number. Raises UserError."""
     parser = argparse.ArgumentParser(prog="node")
     parser.add_argument("--machines", type=int, default=1, dest="count")
     # Those of Slurm are in the variables of its step. An actor of Ray may have them, too.
@@ -166,8 +164,9 @@ def _step() -> Step:
                 f"srun started {found[0]} tasks on {found[1]} machines, and a trial has "
                 f"{given.count}: leave out -n and -N, and give --nnodes"
             )
-        return machines.of_slurm(os.environ) or Step(ALONE, 0)
-    return Step(Machines(given.count, given.count, given.first, given.job, None), given.number)
+        return machines.of_slurm(os.environ) or Machines()
+    count, number = given.count, given.number
+    return Machines(count, count, given.first, given.job, None, number=number)
 
 
 def _connection(number: int) -> Lines:
@@ -185,20 +184,20 @@ def main() -> None:
     # So that the folder is removed and the ranks end.
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(1))
     try:
-        step = _step()
-        machines.meet(step.machines, step.number)  # called for its check
+        here = _machines()
+        machines.meet(here)  # called for its check
     except UserError as error:
         sys.exit(f"{socket.gethostname()}: {error}")
-    lines = _connection(step.number)
+    lines = _connection(here.number or 0)
     with contextlib.suppress(EOFError, BrokenPipeError):
         first, *others = lines.receive(None)
         assert isinstance(first, Start)
         lines.send(Started(socket.gethostname(), version("rankzero")))
         with (
             tempfile.TemporaryDirectory(prefix="rankzero-node-") as folder,
-            contextlib.closing(LocalHost(first.libraries, alone=step.machines.alone)) as host,
+            contextlib.closing(LocalHost(first.libraries, alone=here.alone)) as host,
         ):
-            node = _Node(lines, host, Path(folder), step)
+            node = _Node(lines, host, Path(folder), here)
             for message in others:
                 node.do(message)
             node.serve()
