@@ -66,7 +66,8 @@ class RankZeroTracker(GeneralTracker):
         if step is not None and self._is_new:
             # Accelerate does not tell whether the steps of a second training go on.
             begins = step <= self._run.begin().highest_step
-            self._run.begin_training(0 if begins else step, 0)
+            self._run.next_ahead = 0
+            self._run.begin_training(0 if begins else step)
             self._is_new = False
         if self._run.goal.metric in values:
             self._run.begin().judge_logged()

@@ -36,6 +36,8 @@ class DeferredRun:
         self._has_trained = False
         self.ahead = 0
         """By how much the steps of the run are ahead of those that the framework counts."""
+        self.next_ahead: int | None = None
+        """The same for the next training that continues one, if it is known; else as before."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs to continue the run as a new attempt."""
@@ -87,15 +89,12 @@ class DeferredRun:
         self._run.reopen()
         return self._run
 
-    def begin_training(
-        self, step: int = 0, ahead: int | None = None, call: object = None
-    ) -> TrackedRun:
+    def begin_training(self, step: int = 0, call: object = None) -> TrackedRun:
         """Return the run as `begin` does, for a training that continues from the step.
 
         A second training that begins at step 0 counts on from the steps of the first. Otherwise its
-        metrics would have two values at a step. `ahead`: by how much the steps of the run are ahead
-        of those that the framework will count, if that is known: as before by default. `call`: what
-        all callbacks of one call of the framework share.
+        metrics would have two values at a step. `call`: what all callbacks of one call of the
+        framework share.
 
         Raises UserError in a fork of the process that has the run open: everything would be lost.
         """
@@ -112,6 +111,7 @@ class DeferredRun:
                 f"{run.name} is open in process {self._pid}, which forked this one: call the run's "
                 "finish() before the training, which continues it"
             )
+        ahead, self.next_ahead = self.next_ahead, None
         if self.has_trained and step == 0:
             # The newest step may be that of a fold, or an epoch.
             self.ahead = run.highest_step

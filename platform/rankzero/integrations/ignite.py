@@ -36,8 +36,6 @@ class RankZeroHandler(BaseLogger):
         self._run.add_params(params or {})
         self._evaluated_at: int | None = None
         """The trainer's newest evaluation, from its start to its end."""
-        self._ahead_in_checkpoint: int | None = None
-        """By how much the run's steps were ahead of the trainer's, if a checkpoint says so."""
 
     @property
     def run(self) -> TrackedRun:
@@ -76,7 +74,7 @@ class RankZeroHandler(BaseLogger):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Remember how the run of the checkpoint counts, for the training that comes next."""
-        self._ahead_in_checkpoint = state_dict["ahead"]
+        self._run.next_ahead = state_dict["ahead"]
 
     def log(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log metrics and texts. Tensors stay on their device until the run reads them."""
@@ -101,8 +99,7 @@ class RankZeroHandler(BaseLogger):
 
     def _started(self, trainer: Engine) -> None:
         self._evaluated_at = None
-        ahead, self._ahead_in_checkpoint = self._ahead_in_checkpoint, None
-        self._run.begin_training(trainer.state.iteration, ahead)
+        self._run.begin_training(trainer.state.iteration)
 
     def _completed(self, trainer: Engine) -> None:
         self._evaluated_at = None

@@ -35,8 +35,8 @@ except ImportError as error:
 
 # Rank 0 has the whole model only under these strategies. Elsewhere it could not write a checkpoint
 # alone.
-REPLICATED = ("SingleDeviceStrategy", "DDPStrategy")
-LOSS = "train/loss"
+_REPLICATED = ("SingleDeviceStrategy", "DDPStrategy")
+_LOSS = "train/loss"
 
 
 class RankZeroLogger(Logger):
@@ -119,7 +119,7 @@ class RankZeroLogger(Logger):
             return
         self._is_async = isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO)
         for one in trainer.callbacks:
-            if isinstance(one, RankZeroCallback) and one.is_of(self):
+            if isinstance(one, RankZeroCallback) and one._logger is self:
                 self._begins = False
 
     @rank_zero_only
@@ -173,7 +173,7 @@ class RankZeroLogger(Logger):
         means = (one for one in logged if one.sync.should or not one.on_step)
         # With both, Lightning appends _step and _epoch to the name.
         names = [one.name for one in means if not (one.on_step and one.on_epoch)]
-        return not self._prefix and LOSS in names
+        return not self._prefix and _LOSS in names
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         """Copy the checkpoint that was saved just now. Lightning calls it on rank 0.
@@ -225,12 +225,6 @@ class RankZeroCallback(Callback):
         self._checkpoints = checkpoints
         self._losses: list[Any] = []
         """The losses of the micro-batches of a step that is not finished."""
-        self._ahead_in_checkpoint: int | None = None
-        """By how much the run's steps were ahead of the batches that stepped, if it says so."""
-
-    def is_of(self, logger: RankZeroLogger) -> bool:
-        """Return whether it adds to this logger."""
-        return self._logger is logger
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the logger, if none was given. Raises UserError if the trainer has none."""
@@ -250,7 +244,7 @@ class RankZeroCallback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Remember how the run of the checkpoint counts, for the training that comes next."""
-        self._ahead_in_checkpoint = state_dict["ahead"]
+        self._run.next_ahead = state_dict["ahead"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the run, or an attempt of it; none for a trial with `fast_dev_run`."""
@@ -258,13 +252,15 @@ class RankZeroCallback(Callback):
             return
         self._losses.clear()
         self._logger.newest_step, self._logger.trainer = 0, trainer
+        if not trainer.is_global_zero:
+            return
         # Older versions counted a step of each optimizer, and kept nothing in the checkpoint.
-        ahead, self._ahead_in_checkpoint = self._ahead_in_checkpoint, None
+        run, is_unknown = self._run, self._run.next_ahead is None
         # Only a module that steps by itself has several optimizers.
-        if ahead is None and not (self._run.has_trained or pl_module.automatic_optimization):
-            ahead = trainer.global_step - trainer.fit_loop.epoch_loop._batches_that_stepped
-        if trainer.is_global_zero:
-            self._run.begin_training(trainer.global_step, ahead)
+        if is_unknown and not (run.has_trained or pl_module.automatic_optimization):
+            batches = trainer.fit_loop.epoch_loop._batches_that_stepped
+            run.next_ahead = trainer.global_step - batches
+        run.begin_training(trainer.global_step)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -287,7 +283,7 @@ class RankZeroCallback(Callback):
         loss, share = reduce(add, self._losses), trainer.accumulate_grad_batches / len(self._losses)
         self._losses.clear()
         if not self._logger.logs_loss(trainer):
-            self._run.log({LOSS: loss if share == 1 else loss * share}, self._step(trainer))
+            self._run.log({_LOSS: loss if share == 1 else loss * share}, self._step(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the validation metrics in their group, and keep a checkpoint in a training."""
@@ -305,7 +301,7 @@ class RankZeroCallback(Callback):
                 metrics[grouped] = value
         # `validate` may have loaded other weights: they are not the training's newest.
         saves = self._checkpoints and trainer.state.fn == "fit"
-        if saves and type(trainer.strategy).__name__ in REPLICATED:
+        if saves and type(trainer.strategy).__name__ in _REPLICATED:
             state = {"model": pl_module.state_dict()}
             self._run.checkpoint(state, self._step(trainer), metrics)
         else:

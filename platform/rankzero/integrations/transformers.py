@@ -44,12 +44,12 @@ class RankZeroCallback(TrainerCallback):
         self._run.add_params(_params(args))
         # A checkpoint has the state. The step of a second training is not the run's.
         states: dict[str, Any] = state.stateful_callbacks
-        ahead = states.get(_STATE, {}).get("attributes", {}).get("ahead")
+        self._run.next_ahead = states.get(_STATE, {}).get("attributes", {}).get("ahead")
         # Transformers reports no exception. One that the user catches would look like success.
         error = RuntimeError(
             "Trainer.train() did not reach its end, and the script caught the exception"
         )
-        self._run.begin_training(state.global_step, ahead, state).unless_ended = error
+        self._run.begin_training(state.global_step, state).unless_ended = error
         states[_STATE] = {"args": {}, "attributes": {"ahead": self._run.ahead}}
 
     def _next_run(self, state: TrainerState) -> None:
