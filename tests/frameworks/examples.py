@@ -8,11 +8,13 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rankzero.catalog.lookup import folders
 from rankzero.mlflow_store.client import MlflowRuns, RunRecord
+from rankzero.run_store.journal import read_all
 from rankzero.tracking.sync import deliver
 from support.paths import EXPERIMENTS
 from support.stores import list_runs
@@ -59,6 +61,15 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str]:
 def run(script: str, folder: Path, *words: str, **environ: str) -> tuple[int, str]:
     """Run a script to its end."""
     return end(start(folder, sys.executable, script, *words, **environ))
+
+
+def scripted(framework: str, folder: Path, text: str) -> tuple[list[Any], str]:
+    """Run a script that tracks the run r1. Return its events, and what it printed."""
+    needs(framework)
+    (folder / "script.py").write_text(text)
+    code, output = run("script.py", folder)
+    assert code == 0, output
+    return list(read_all(folder / "mlruns/runs/r1/events.jsonl")), output
 
 
 def tracker(folder: Path) -> MlflowRuns:

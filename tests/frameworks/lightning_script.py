@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from frameworks.examples import needs, run
+from frameworks.examples import scripted
 from rankzero.events import Evaluated, StepsLogged
-from rankzero.run_store.journal import read_all
 
 LIGHTNING_STEPS = """
 import sys
@@ -58,11 +57,7 @@ def trained(kind, epochs, ckpt_path, logger, callbacks, **options):
 
 def fitted(folder: Path, *lines: str) -> list[object]:
     """Run lines after those above; return the events of the run."""
-    needs("lightning")
-    (folder / "script.py").write_text("\n".join([LIGHTNING_STEPS, *lines]))
-    code, output = run("script.py", folder)
-    assert code == 0, output
-    return list(read_all(folder / "mlruns/runs/r1/events.jsonl"))
+    return scripted("lightning", folder, "\n".join([LIGHTNING_STEPS, *lines]))[0]
 
 
 def points(events: list[object]) -> dict[str, dict[int, float]]:

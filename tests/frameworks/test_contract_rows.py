@@ -16,8 +16,8 @@ import torch
 from frameworks.contracts import recorded
 from frameworks.examples import needs, run
 from rankzero.events import Noticed
-from rankzero.run_store.journal import read_all
 from support.paths import TESTS
+from support.runs import of_kind
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # each framework warns of something
 
@@ -36,7 +36,7 @@ def only_run() -> Path:
 
 
 def notes(folder: Path) -> list[str]:
-    return [event.text for event in read_all(folder / "events.jsonl") if isinstance(event, Noticed)]
+    return [event.text for event in of_kind(folder, Noticed)]
 
 
 @dataclasses.dataclass

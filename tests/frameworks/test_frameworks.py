@@ -15,12 +15,12 @@ from frameworks.examples import (
     checkpoints,
     needs,
     run,
+    scripted,
     steps_of,
     tracked,
 )
 from frameworks.lightning_script import LIGHTNING_STEPS, fitted, points
 from rankzero.events import Evaluated, RunEnded, StepsLogged
-from rankzero.run_store.journal import read_all
 
 pytestmark = pytest.mark.timeout(2 * SECONDS)
 
@@ -78,15 +78,11 @@ def test_exception_in_the_training_fails_the_run(framework: str, tmp_path: Path)
     code, output = run(broken_script(framework, tmp_path), tmp_path)
     assert code != 0 and "broken on purpose" in output
     found = tracked(tmp_path)
-    assert (
-        found.status == "FAILED"
-        and "ValueError: broken on purpose" in found.tags["rankzero.reason"]
-    )
+    assert found.status == "FAILED"
+    assert "ValueError: broken on purpose" in found.tags["rankzero.reason"]
 
 
-def test_an_exception_that_the_script_catches_fails_the_run_of_transformers(
-    tmp_path: Path,
-) -> None:
+def test_an_exception_that_the_script_catches_fails_the_run_of_transformers(tmp_path: Path) -> None:
     needs("transformers")
     # No framework reports it, and Python has no uncaught exception at the end.
     caught = "try: example.main(3)\n    except ValueError: pass"
@@ -99,22 +95,10 @@ def test_an_exception_that_the_script_catches_fails_the_run_of_transformers(
 
 def test_two_ranks_under_accelerates_launcher_are_one_run(tmp_path: Path) -> None:
     needs("accelerate")
-    code, output = run(
-        "-m",
-        tmp_path,
-        "accelerate.commands.launch",
-        "--cpu",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-        str(EXAMPLES / "accelerate_digits.py"),
-        "2",
-    )
+    options = "--cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
+    example = str(EXAMPLES / "accelerate_digits.py")
+    words = ("accelerate.commands.launch", *options.split(), example, "2")
+    code, output = run("-m", tmp_path, *words)
     assert code == 0, output
     assert tracked(tmp_path).status == "FINISHED"
 
@@ -181,11 +165,7 @@ for _ in range(2):
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_run_goes_on_when_it_is_tested_and_trained_again(framework: str, tmp_path: Path) -> None:
-    needs(framework)
-    (tmp_path / "script.py").write_text(TWICE[framework])
-    code, output = run("script.py", tmp_path)
-    assert code == 0, output
-    events = list(read_all(tmp_path / "mlruns/runs/r1/events.jsonl"))
+    events, _ = scripted(framework, tmp_path, TWICE[framework])
     ends = [event.status for event in events if isinstance(event, RunEnded)]
     assert len(ends) >= 3 and {*ends} == {"FINISHED"}
     rows = [event for event in events if isinstance(event, StepsLogged)]
@@ -212,16 +192,12 @@ trainer.run(range(3), max_epochs=1)
 def test_an_output_of_ignite_that_is_no_single_value_does_not_end_the_training(
     tmp_path: Path,
 ) -> None:
-    needs("ignite")
-    (tmp_path / "script.py").write_text(OUTPUTS)
-    code, output = run("script.py", tmp_path)
-    assert code == 0, output
+    events, output = scripted("ignite", tmp_path, OUTPUTS)
     for name in ("ragged", "parts", "array"):
         assert output.count(f"train/{name} is not a single value") == 1
-    events = list(read_all(tmp_path / "mlruns/runs/r1/events.jsonl"))
-    rows = [event for event in events if isinstance(event, StepsLogged)]
-    assert {name for event in rows for name in event.metrics} == {"train/loss", "train/single"}
-    assert [step for event in rows for step in event.steps] == [1, 2, 3]
+    found = points(events)
+    assert {*found} == {"train/loss", "train/single"}
+    assert all([*values] == [1, 2, 3] for values in found.values())
 
 
 @pytest.mark.parametrize(
@@ -236,11 +212,9 @@ def test_an_output_of_ignite_that_is_no_single_value_does_not_end_the_training(
 def test_lightnings_logger_and_callback_count_the_same_steps(
     calls: str, steps: int, evaluations: list[int], tmp_path: Path
 ) -> None:
-    needs("lightning")
-    (tmp_path / "script.py").write_text(f"{LIGHTNING_STEPS}\n{calls}\n")
-    code, output = run("script.py", tmp_path)
-    assert code == 0 and "twice" not in output and "earlier attempt" not in output, output
-    found = points(list(read_all(tmp_path / "mlruns/runs/r1/events.jsonl")))
+    events, output = scripted("lightning", tmp_path, f"{LIGHTNING_STEPS}\n{calls}\n")
+    assert "twice" not in output and "earlier attempt" not in output, output
+    found = points(events)
     assert list(found["val/loss"]) == evaluations
     assert list(found["train/mine"]) == list(range(1, steps + 1))
     assert list(found["train/loss"]) == list(range(1, steps + 1))
@@ -313,15 +287,9 @@ def test_steps_of_a_validation_keep_all_their_values(tmp_path: Path) -> None:
         "        self.log('mine', 10.0 + batch_idx, on_step=True, on_epoch=False)",
         "fit(Stepping, epochs=1, limit_train_batches=2, limit_val_batches=4)",
     )
-    logged = [
-        (step, values)
-        for event in events
-        if isinstance(event, StepsLogged)
-        for name, series in event.metrics.items()
-        if name.startswith("mine")
-        for step, values in zip(event.steps, series, strict=True)
+    assert [values for name, values in points(events).items() if name.startswith("mine")] == [
+        {0: 10.0, 1: 11.0, 2: 12.0, 3: 13.0}
     ]
-    assert logged == [(0, 10.0), (1, 11.0), (2, 12.0), (3, 13.0)]
 
 
 EVALUATORS = """
@@ -341,12 +309,8 @@ evaluator.run([4.0])
 
 
 def test_ignites_evaluator_of_two_data_sets_is_noted(tmp_path: Path) -> None:
-    needs("ignite")
-    (tmp_path / "script.py").write_text(EVALUATORS)
-    code, output = run("script.py", tmp_path)
-    assert code == 0, output
+    events, output = scripted("ignite", tmp_path, EVALUATORS)
     assert output.count("attach an evaluator that runs on the validation set only") == 1, output
-    events = list(read_all(tmp_path / "mlruns/runs/r1/events.jsonl"))
     assert points(events) == {
         "train/loss": dict.fromkeys(range(1, 7), 1.0),
         "val/score": {3: 1.0, 6: 1.0},
@@ -369,11 +333,7 @@ assert not OPEN
 
 
 def test_output_handler_of_an_evaluator_after_the_training_ends_the_run(tmp_path: Path) -> None:
-    needs("ignite")
-    (tmp_path / "script.py").write_text(HANDLED)
-    code, output = run("script.py", tmp_path)
-    assert code == 0, output
-    events = list(read_all(tmp_path / "mlruns/runs/r1/events.jsonl"))
+    events, _ = scripted("ignite", tmp_path, HANDLED)
     assert points(events)["test/output"] == {1: 2.0}
 
 
@@ -395,12 +355,8 @@ pair[0].run(range(4), max_epochs=2)
 
 
 def test_second_training_of_ignite_that_is_resumed_keeps_its_steps(tmp_path: Path) -> None:
-    needs("ignite")
-    (tmp_path / "script.py").write_text(RESUMED)
-    code, output = run("script.py", tmp_path)
-    assert code == 0, output
-    found = points(list(read_all(tmp_path / "mlruns/runs/r1/events.jsonl")))
-    assert list(found["train/loss"]) == list(range(1, 13))
+    events, _ = scripted("ignite", tmp_path, RESUMED)
+    assert list(points(events)["train/loss"]) == list(range(1, 13))
 
 
 GOAL = """
@@ -419,11 +375,8 @@ accelerator.end_training()
 
 @pytest.mark.parametrize("gap", [1, 2])
 def test_accelerates_goal_is_judged(gap: int, tmp_path: Path) -> None:
-    needs("accelerate")
-    (tmp_path / "script.py").write_text(GOAL.replace("GAP", str(gap)))
-    code, output = run("script.py", tmp_path)
-    assert code == 0 and "twice" not in output, output
-    events = list(read_all(tmp_path / "mlruns/runs/r1/events.jsonl"))
+    events, output = scripted("accelerate", tmp_path, GOAL.replace("GAP", str(gap)))
+    assert "twice" not in output, output
     found = [(one.step, one.best) for one in events if isinstance(one, Evaluated)]
     # Those of one second are judged together: the last of those that were the best, and the newest.
     assert (gap, True) in found and found[-1] == (3 * gap, False)

@@ -25,11 +25,10 @@ from frameworks.examples import (
 )
 from rankzero.catalog.lookup import folders
 from rankzero.events import RunEnded
-from rankzero.run_store.journal import read_all
+from support.runs import of_kind
 
-pytestmark = pytest.mark.timeout(
-    2 * SECONDS
-)  # TensorFlow's import alone takes ten seconds on two busy cores
+# TensorFlow's import alone takes ten seconds on two busy cores.
+pytestmark = pytest.mark.timeout(2 * SECONDS)
 
 PREAMBLE = f"""
 import sys
@@ -62,6 +61,13 @@ def script(folder: Path, text: str) -> str:
     return str(path)
 
 
+def ran(folder: Path, text: str, **environ: str) -> str:
+    """Run a script that succeeds. Return what it printed."""
+    code, output = run(script(folder, text), folder, **environ)
+    assert code == 0, output
+    return output
+
+
 def test_two_replicas_are_one_run_with_every_batch(tmp_path: Path) -> None:
     code, output = run(str(EXAMPLES / "keras_digits.py"), tmp_path, "3")
     assert code == 0, output
@@ -77,10 +83,9 @@ def test_two_replicas_are_one_run_with_every_batch(tmp_path: Path) -> None:
 
 
 def test_checkpoint_restores_weights_and_optimizer(tmp_path: Path) -> None:
-    code, output = run(
-        script(
-            tmp_path,
-            """
+    output = ran(
+        tmp_path,
+        """
 from pathlib import Path
 
 class Keep(keras.callbacks.Callback):
@@ -101,19 +106,15 @@ try:
 except ValueError as error:
     print("refused:", error)
 """,
-        ),
-        tmp_path,
     )
-    assert code == 0, output
     assert "refused: the model of" in output and "does not fit this model" in output
     assert tracked(tmp_path).status == "FINISHED"
 
 
 def test_fit_in_the_scope_of_a_strategy_keeps_its_checkpoints(tmp_path: Path) -> None:
-    code, output = run(
-        script(
-            tmp_path,
-            """
+    ran(
+        tmp_path,
+        """
 import tensorflow as tf
 
 cpu = tf.config.list_physical_devices("CPU")[0]
@@ -126,10 +127,7 @@ with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
     tracker = example.RankZeroCallback("scope")
     model.fit(*data, batch_size=4, validation_data=data, callbacks=[tracker], verbose=0)
 """,
-        ),
-        tmp_path,
     )
-    assert code == 0, output
     assert tracked(tmp_path).status == "FINISHED" and len(checkpoints(tmp_path)) == 1
 
 
@@ -137,18 +135,15 @@ def test_exception_in_the_training_fails_the_run(tmp_path: Path) -> None:
     code, output = run(script(tmp_path, "example.main(3, Broken())"), tmp_path)
     assert code != 0 and "broken on purpose" in output
     found = tracked(tmp_path)
-    assert (
-        found.status == "FAILED"
-        and "ValueError: broken on purpose" in found.tags["rankzero.reason"]
-    )
+    assert found.status == "FAILED"
+    assert "ValueError: broken on purpose" in found.tags["rankzero.reason"]
     assert max(steps_of(tmp_path, found, "train/loss")) == 30
 
 
 def test_abandoned_fit_fails_its_run_and_the_next_fit_starts_another(tmp_path: Path) -> None:
-    code, output = run(
-        script(
-            tmp_path,
-            """
+    ran(
+        tmp_path,
+        """
 model = example.convnet(4)
 train, val = example.digits(64)
 tracker = example.RankZeroCallback("twice", checkpoints=False)
@@ -159,10 +154,7 @@ except ValueError:
 model.fit(train, epochs=4, initial_epoch=2, callbacks=[tracker], verbose=0)
 assert "torch" not in sys.modules
 """,
-        ),
-        tmp_path,
     )
-    assert code == 0, output
     runs = {found.status: found for found in all_tracked(tmp_path)}
     assert runs.keys() == {"FAILED", "FINISHED"}
     assert "left before its end" in runs["FAILED"].tags["rankzero.reason"]
@@ -171,10 +163,9 @@ assert "torch" not in sys.modules
 
 
 def test_fit_within_another_and_a_second_callback_end_no_run(tmp_path: Path) -> None:
-    code, output = run(
-        script(
-            tmp_path,
-            """
+    ran(
+        tmp_path,
+        """
 model = example.convnet(4)
 train, val = example.digits(64)
 
@@ -186,20 +177,15 @@ callbacks = [example.RankZeroCallback(name, checkpoints=False) for name in ("one
 callbacks.append(keras.callbacks.LambdaCallback(on_epoch_end=probe))
 model.fit(train, epochs=2, callbacks=callbacks, verbose=0)
 """,
-        ),
-        tmp_path,
     )
-    assert code == 0, output
     for folder in folders(tmp_path / "mlruns/runs"):
-        ends = [one for one in read_all(folder.events) if isinstance(one, RunEnded)]
-        assert [one.status for one in ends] == ["FINISHED"]
+        assert [one.status for one in of_kind(folder.path, RunEnded)] == ["FINISHED"]
 
 
 def test_evaluation_after_the_training_is_the_final_one(tmp_path: Path) -> None:
-    code, output = run(
-        script(
-            tmp_path,
-            """
+    output = ran(
+        tmp_path,
+        """
 from rankzero.integrations.own_loop.tracked_run import OPEN
 
 model = example.convnet(4)
@@ -209,10 +195,8 @@ model.fit(train, epochs=1, validation_data=val, callbacks=[tracker], verbose=0)
 model.evaluate(train, callbacks=[tracker], verbose=0)
 assert not OPEN
 """,
-        ),
-        tmp_path,
     )
-    assert code == 0 and "earlier attempt" not in output, output
+    assert "earlier attempt" not in output, output
     found = tracked(tmp_path)
     assert found.status == "FINISHED"
     assert steps_of(tmp_path, found, "val/loss") == [22]
@@ -220,10 +204,9 @@ assert not OPEN
 
 
 def test_evaluation_after_an_interrupted_fit_is_kept(tmp_path: Path) -> None:
-    code, output = run(
-        script(
-            tmp_path,
-            """
+    ran(
+        tmp_path,
+        """
 model = example.convnet(4)
 train, val = example.digits(64)
 tracker = example.RankZeroCallback("interrupted", checkpoints=False)
@@ -233,20 +216,16 @@ except ValueError:
     pass
 model.evaluate(val, callbacks=[tracker], verbose=0)
 """,
-        ),
-        tmp_path,
     )
-    assert code == 0, output
     found = tracked(tmp_path)
     assert found.status == "FAILED"
     assert steps_of(tmp_path, found, "val/loss") == [22, 30]
 
 
 def test_fits_of_a_named_run_count_on(tmp_path: Path) -> None:
-    code, output = run(
-        script(
-            tmp_path,
-            """
+    output = ran(
+        tmp_path,
+        """
 model = example.convnet(4)
 images, labels = np.ones((24, 8, 8, 1), "float32"), np.zeros(24)
 
@@ -265,18 +244,15 @@ fit(tracker, (images, labels), batch_size=8, epochs=2, initial_epoch=1)
 tracker = example.RankZeroCallback("named", name="r1", checkpoints=False)
 fit(tracker, (stream(),), epochs=4, initial_epoch=3)
 """,
-        ),
-        tmp_path,
     )
-    assert code == 0 and "earlier attempt" not in output, output
+    assert "earlier attempt" not in output, output
     assert steps_of(tmp_path, tracked(tmp_path), "train/loss") == list(range(1, 13))
 
 
 def test_callbacks_from_several_threads_lose_no_batch(tmp_path: Path) -> None:
-    code, output = run(
-        script(
-            tmp_path,
-            """
+    output = ran(
+        tmp_path,
+        """
 import threading
 
 class Threads(keras.callbacks.Callback):
@@ -293,11 +269,8 @@ model.fit(
     images, labels, batch_size=8, epochs=2, validation_split=0.1, callbacks=callbacks, verbose=0
 )
 """,
-        ),
-        tmp_path,
         KERAS_BACKEND="torch",
     )
-    assert code == 0, output
     assert "called from ThreadPoolExecutor" in output
     found = tracked(tmp_path)
     assert found.status == "FINISHED" and found.params["backend"] == "torch"
@@ -351,10 +324,9 @@ def test_coordinator_of_a_parameter_server_tracks_one_run(tmp_path: Path) -> Non
 
 
 def test_variable_that_is_assigned_later_is_logged_as_it_was(tmp_path: Path) -> None:
-    code, output = run(
-        script(
-            tmp_path,
-            """
+    ran(
+        tmp_path,
+        """
 import tensorflow as tf
 from rankzero.integrations.own_loop import values
 
@@ -365,7 +337,4 @@ for variable in (tf.Variable(0.25), keras.Variable(0.25)):
     variable.assign_add(0.5)
     assert values.to_float(kept) == 0.25, variable
 """,
-        ),
-        tmp_path,
     )
-    assert code == 0, output

@@ -18,7 +18,7 @@ from frameworks.examples import (
     tracked,
 )
 from rankzero.events import RunEnded, RunStarted, StepsLogged
-from rankzero.run_store.journal import read_all
+from support.runs import of_kind
 from support.stores import list_runs
 
 pytestmark = pytest.mark.timeout(2 * SECONDS)
@@ -84,9 +84,8 @@ def test_run_continues_when_ray_restarts_a_killed_worker(tmp_path: Path) -> None
     found = tracked(tmp_path)
     assert found.status == "FINISHED" and best(found) > 0.8
     assert steps_of(tmp_path, found, "train/loss") == list(range(1, 45))
-    events = list(read_all(tmp_path / "mlruns/runs/r1/events.jsonl"))
-    assert sum(isinstance(event, RunStarted) for event in events) == 2
-    ends = [event.status for event in events if isinstance(event, RunEnded)]
-    assert ends == ["FAILED", "FINISHED"]
-    rows = [step for event in events if isinstance(event, StepsLogged) for step in event.steps]
+    folder = tmp_path / "mlruns/runs/r1"
+    assert len(of_kind(folder, RunStarted)) == 2
+    assert [event.status for event in of_kind(folder, RunEnded)] == ["FAILED", "FINISHED"]
+    rows = [step for event in of_kind(folder, StepsLogged) for step in event.steps]
     assert rows[-22:] == list(range(23, 45))
