@@ -162,8 +162,8 @@ class Pipeline:
     def _gathered(self, mine: Any) -> list[Any]:
         """Return every rank's content on rank 0, and nothing on the others. Collective.
 
-        Unlike `dist.gather_object`, it unpickles only tensors and plain values. What others sent
-        is on the host.
+        Unlike `dist.gather_object`, it unpickles only tensors and plain values. The parts of
+        the other ranks are on the host.
         """
         mine = tree_map(plain, mine)
         if not self._world.ranks.first:
