@@ -163,6 +163,15 @@ def test_file_without_an_experiment_is_refused(tmp_path: Path) -> None:
         load(str(written(tmp_path, "exp_none.py", "from rankzero import Experiment\n")))
 
 
+@pytest.mark.parametrize("first", ["sys.path = []", "del sys.modules[__name__]"])
+def test_file_that_changes_what_it_was_imported_by_shows_its_own_error(
+    first: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path, "exp_odd.py", f"import sys\n{first}\n1 / 0\n")
+    with pytest.raises(ZeroDivisionError):
+        load(str(path))
+
+
 def test_failing_file_leaves_no_module_or_path_behind(tmp_path: Path) -> None:
     path, before = written(tmp_path, "exp_broken.py", "1 / 0\n"), list(sys.path)
     with pytest.raises(ZeroDivisionError):

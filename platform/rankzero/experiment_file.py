@@ -135,8 +135,8 @@ def _import(path: Path) -> ModuleType:
             spec.loader.exec_module(module)
         _refuse_others(module, path)
     except BaseException as error:
-        del sys.modules[name]
-        sys.path.remove(str(path.parent))
+        sys.modules.pop(name, None)
+        _drop_from_path(path.parent)
         if isinstance(error, SystemExit):
             raise UserError(
                 f"{path} ended the program while it was imported (exit {error.code or 0}): put "
@@ -147,10 +147,16 @@ def _import(path: Path) -> ModuleType:
         _loading.reset(token)
     if name != path.stem:
         # A process that is started afresh must find the first file under their common name.
-        sys.path.remove(str(path.parent))
+        _drop_from_path(path.parent)
         sys.path.append(str(path.parent))
     _folders.add(path.parent)
     return module
+
+
+def _drop_from_path(folder: Path) -> None:
+    # The user's file may have removed it.
+    with contextlib.suppress(ValueError):
+        sys.path.remove(str(folder))
 
 
 def _refuse_others(module: ModuleType, path: Path) -> None:

@@ -70,7 +70,8 @@ def tiny(**changes: Any) -> Experiment:
 @pytest.fixture
 def group() -> Iterator[None]:
     """Give this process a process group of its own."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

@@ -37,3 +37,10 @@ def test_a_dead_run_whose_lock_cannot_be_opened_hides_no_other(
     found = {run["name"]: run["status"] for run in json.loads(printed.out)}
     assert found == {one.path.name: status, other.path.name: "FAILED"}
     assert f"{one.path.name}: {error}[Errno " in printed.err
+
+
+def test_a_negative_number_of_runs_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["runs", "-n", "-1", "--dir", str(tmp_path)]) == 2
+    assert "-n -1: give the number of runs to show, 0 or more" in capsys.readouterr().err

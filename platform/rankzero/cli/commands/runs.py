@@ -17,6 +17,7 @@ from rich.table import Table
 from rankzero.catalog import command_lines, dead_runs, filters, lookup
 from rankzero.catalog.summary import ELSEWHERE, Summary
 from rankzero.cli.display.terminal import table_console
+from rankzero.errors import UserError
 from rankzero.reporting.run_report import duration
 from rankzero.run_store.folder import FolderGone, RunFolder
 from rankzero.run_store.location import is_offline
@@ -60,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if (arguments.limit or 0) < 0:
+        raise UserError(f"-n {arguments.limit}: give the number of runs to show, 0 or more")
     conditions = [filters.parse(word) for word in arguments.filters]
     # All objects of a long list stay to the end. The collector would walk them again and again.
     gc.disable()
