@@ -255,8 +255,8 @@ def stopped_ranks(processes: Mapping[int, int]) -> list[int]:
     """
     states, found = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP), []
     for rank, process in sorted(processes.items()):
-        # It may have ended.
-        with contextlib.suppress(psutil.Error):
+        # It may have ended, or this process has no descriptor left to ask.
+        with contextlib.suppress(psutil.Error, OSError):
             other = psutil.Process(process)
             # Another parent: the id is a stranger's, as in another PID namespace.
             if other.status() in states and other.ppid() == os.getppid():
