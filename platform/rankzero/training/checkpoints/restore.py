@@ -36,11 +36,17 @@ def load(folder: Path) -> dict[str, Any]:
     with ThreadPoolExecutor(1) as pool:
         problem = pool.submit(checkpoint_files.problem_with, folder)
         try:
-            return _load_tensors(folder / checkpoint_files.STATE, str(folder))
-        finally:
+            found = _load_tensors(folder / checkpoint_files.STATE, str(folder))
+        except Exception:
             # It counts before any error of the loading: a damaged file fails in many ways.
             if text := problem.result():
                 raise BrokenCheckpoint(text) from None
+            raise
+    if text := problem.result():
+        # The error keeps this frame, and must not keep the state.
+        found.clear()
+        raise BrokenCheckpoint(text)
+    return found
 
 
 def newest(
