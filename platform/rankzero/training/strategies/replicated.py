@@ -115,10 +115,10 @@ class Replicated:
 
     def clip(self, norm: float) -> Tensor:
         # After the backward, every rank has all gradients, so this needs no communication.
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        total = nn.utils.get_total_norm(gradients)
+        parameters = list(self.model.parameters())
+        total = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if norm < math.inf:
-            nn.utils.clip_grads_with_norm_(self.model.parameters(), norm, total)
+            nn.utils.clip_grads_with_norm_(parameters, norm, total)
         # Without a gradient, PyTorch's is on the host.
         return total.to(self.world.device)
 
