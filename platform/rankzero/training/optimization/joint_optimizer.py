@@ -89,11 +89,16 @@ def parts_of(optimizer: Optimizer) -> Iterable[Optimizer]:
     return optimizer.parts.values() if isinstance(optimizer, JointOptimizer) else (optimizer,)
 
 
-def check(parts: Mapping[str, Optimizer], model: nn.Module) -> None:
+def check(parts: Mapping[str, Any], model: nn.Module) -> None:
     """Raise UserError unless each trainable parameter of the model has exactly one optimizer."""
     owner: dict[Any, str] = {}
     names = {parameter: name for name, parameter in model.named_parameters()}
     for name, part in parts.items():
+        if not isinstance(part, Optimizer):
+            raise UserError(
+                f"optimizer() must return an optimizer or {{name: optimizer}}, got "
+                f"{type(part).__name__} for {name!r}"
+            )
         for parameter in (one for group in part.param_groups for one in group["params"]):
             if parameter in owner:
                 raise UserError(
