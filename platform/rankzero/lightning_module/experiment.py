@@ -60,13 +60,13 @@ class _LightningExperiment(Experiment):
     _scheduler: ClassVar[ReplayedScheduler | None] = None
 
     def data(self) -> tuple[Any, Any]:
-        return self._loaded.train, self._loaded.val
+        return self._lightning_data.train, self._lightning_data.val
 
     # A property, not a method: a loader process needs the user's own function, because a method
     # would carry the whole experiment there.
     @property
     def collate(self) -> Callable[[list[Any]], Any]:
-        return self._loaded.collate
+        return self._lightning_data.collate
 
     def model(self) -> LightningSteps:
         # The data come first: the trainer stub tells the module how many steps an epoch has.
@@ -108,7 +108,7 @@ class _LightningExperiment(Experiment):
     # cached_property writes to the instance's dictionary, so it also works on a frozen dataclass.
     @functools.cached_property
     def _counted_trainer(self) -> TrainerStub:
-        self._trainer.count_steps(len(self._loaded.train))
+        self._trainer.count_steps(len(self._lightning_data.train))
         return self._trainer
 
     @functools.cached_property
@@ -120,7 +120,7 @@ class _LightningExperiment(Experiment):
         return None if self.source.data_module is None else self._instance(self.source.data_module)
 
     @functools.cached_property
-    def _loaded(self) -> loaders.LoadedData:
+    def _lightning_data(self) -> loaders.LoadedData:
         if self.source.data is not None:
             return loaders.from_pair(self.source.data())
         source = self._data_module or self._instance(self.source.module)

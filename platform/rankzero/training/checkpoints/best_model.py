@@ -304,7 +304,7 @@ def _load_model(experiment: Experiment, path: Path) -> nn.Module:
     # The model may hold what model() draws and no state dict has, such as a random permutation.
     rng.seed_all(experiment.train.seed)
     # A LightningModule's data come before its model, and draw.
-    getattr(experiment, "_loaded", None)
+    getattr(experiment, "_lightning_data", None)
     # An older checkpoint lacks them. They also differ from the seed's if data() draws.
     if saved.get("model_randoms") is not None:
         rng.restore(saved["model_randoms"], torch.device("cpu"))
