@@ -249,6 +249,7 @@ class RankZeroCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the run, or an attempt of it; none for a trial with `fast_dev_run`."""
         if trainer.fast_dev_run:
+            self._run.next_ahead = None
             return
         self._losses.clear()
         self._logger.newest_step, self._logger.trainer = 0, trainer
