@@ -158,12 +158,12 @@ def has_changed(study: Study, code: str) -> bool:
 
 
 def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
-    like = _like(setup, study)
+    _check_like(setup, study)
     # Whichever machines have led the study, it has one run in MLflow.
     uuid = _run_in_mlflow(setup, study) or setup.identity.uuid
     with _open_run(setup, dataclasses.replace(setup.identity, uuid=uuid)) as run:
         try:
-            return _decide(setup, study, like, run)
+            return _decide(setup, study, run)
         except members.LostLead:
             # Its part ends as a helper's. The end of the study is the other process's.
             text = (
@@ -175,7 +175,7 @@ def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
             return SearchOutcome(text, run.folder, is_leaderless=is_leaderless)
 
 
-def _decide(setup: SearchSetup, study: Study, like: Study | None, run: StudyRun) -> SearchOutcome:
+def _decide(setup: SearchSetup, study: Study, run: StudyRun) -> SearchOutcome:
     """Search as the leader. Raises LostLead."""
     began = time.monotonic()
     probe = _probe(setup, study, run) if setup.probes else Probe()
@@ -189,7 +189,7 @@ def _decide(setup: SearchSetup, study: Study, like: Study | None, run: StudyRun)
         study.note(PRICE, setup.options.price)
     # Stored once: a resumed search must not get other guesses from another probe map.
     if FIRST not in study.facts:
-        _note_earlier(setup, study, like)
+        _note_earlier(setup, study)
         guesses = probe_map.guesses(space, measured) or next_trial.guesses(space)
         study.note(FIRST, guesses)
     setup.notify(f"space  {space}")
@@ -313,27 +313,26 @@ def _open_run(setup: SearchSetup, identity: Identity) -> AbstractContextManager[
     )
 
 
-def _like(setup: SearchSetup, study: Study) -> Study | None:
-    """Return the study that --like names, or None. Raises UserError."""
-    if setup.like is None:
-        return None
-    if FIRST in study.facts:
+def _check_like(setup: SearchSetup, study: Study) -> None:
+    """Raise UserError if there is no study that --like names."""
+    if setup.like is not None and FIRST in study.facts:
         setup.notify("like   this study has begun already, so --like changes nothing")
-        return None
-    # Now, and not after the probe, which takes minutes: the study may be unknown.
-    return find_study(setup.storage, setup.like)
+    elif setup.like is not None:
+        # Now, and not after the probe, which takes minutes.
+        find_study(setup.storage, setup.like)
 
 
-def _note_earlier(setup: SearchSetup, study: Study, like: Study | None) -> None:
+def _note_earlier(setup: SearchSetup, study: Study) -> None:
     """Note the best trials of an earlier study, which come first, or name a study that has some."""
     subject = f"{setup.identity.experiment}: {setup.described.name}"
     study.note(SUBJECT, subject)
-    if like is None:
+    if setup.like is None:
         alike = decided_studies(setup.storage, {SUBJECT: subject}, WINNER)
         if alike and setup.options.sampler != "grid":
             words = f"--like {shlex.quote(alike[-1])}"
             setup.notify(f"like   {words} would begin with the best trials of that study")
         return
+    like = find_study(setup.storage, setup.like)
     space, facts = setup.space, like.facts
     # A study of an older version has no settings.
     own = facts.get(SPACE, {}).get("settings", {}).get(BATCH)
