@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 import time
 from collections.abc import Iterator
@@ -262,7 +263,13 @@ def test_foreign_identity_is_an_error_and_not_listed(text: str, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     "change",
-    [{"time": None}, {"pid": "1"}, {"host": 3}, {"events_offset": "x"}, {"events_offset": -1}],
+    [
+        *({"time": one} for one in (None, math.inf, math.nan, 10**400, -1.0)),
+        *({"token": one} for one in ("a\0b", "\ud800", "../up", "")),
+        *({"events_offset": one} for one in ("x", -1, 10**30)),
+        {"pid": "1"},
+        {"host": 3},
+    ],
 )
 def test_a_foreign_claim_is_none(change: dict[str, Any], tmp_path: Path) -> None:
     folder = make_folder(tmp_path)

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from rankzero.events import LATEST
 from rankzero.run_store import lock_files
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.lock_files import open_lock, try_lock
@@ -88,7 +89,14 @@ def latest(folder: RunFolder, node: int) -> Claim | None:
         found = Claim(**json.loads(_claim_path(folder, node).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
-    is_ours = all(map(isinstance, vars(found).values(), _KINDS)) and found.events_offset >= 0
+    is_ours = (
+        all(map(isinstance, vars(found).values(), _KINDS))
+        and 0 <= found.events_offset < 1 << 63
+        and 0 <= found.time < LATEST
+        # It is a part of a file's name.
+        and found.token.isascii()
+        and found.token.isalnum()
+    )
     return found if is_ours else None
 
 
