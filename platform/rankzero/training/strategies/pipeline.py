@@ -165,15 +165,14 @@ class Pipeline:
         Unlike `dist.gather_object`, it unpickles only tensors and plain values. The parts of
         the other ranks are on the host.
         """
-        mine = tree_map(plain, mine)
         if not self._world.ranks.first:
             content = io.BytesIO()
-            torch.save(mine, content)
+            torch.save(tree_map(plain, mine), content)
             sent = torch.frombuffer(content.getbuffer(), dtype=torch.uint8)
             dist.send(torch.tensor([len(sent)]), 0, group=self._host_group)
             dist.send(sent, 0, group=self._host_group)
             return []
-        found = [mine]
+        found = [tree_map(plain, mine)]
         for rank in range(1, self._world.size):
             length = torch.zeros(1, dtype=torch.int64)
             dist.recv(length, rank, group=self._host_group)

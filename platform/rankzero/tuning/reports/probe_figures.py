@@ -47,10 +47,10 @@ def _heat_map(measured: Sequence[ProbeResult]) -> Any:
     import plotly.graph_objects as go
 
     able = [one for one in measured if one.status == "ok"]
-    names = row_names(able)
-    cells = {(name, one.batch_size): one for name, one in zip(names, able, strict=True)}
+    named = zip(row_names(able), able, strict=True)
+    cells = {(name, one.batch_size): one for name, one in named}
     sizes = sorted({one.batch_size for one in able})
-    precisions = list(dict.fromkeys(names))
+    precisions = list(dict.fromkeys(name for name, _ in cells))
     rows = [[cells.get((name, size)) for size in sizes] for name in precisions]
     heat = go.Heatmap(
         z=[[one.samples_per_second if one else math.nan for one in row] for row in rows],
@@ -63,8 +63,8 @@ def _heat_map(measured: Sequence[ProbeResult]) -> Any:
         showscale=False,
     )
     axis = {"title": "batch size", "type": "category"}
-    title = "Probe map: samples/s, and what limits it"
-    return go.Figure(heat, layout={"title": title, "xaxis": axis})
+    layout = {"title": "Probe map: samples/s, and what limits it", "xaxis": axis}
+    return go.Figure(heat, layout)
 
 
 def _label(one: ProbeResult) -> str:
