@@ -8,7 +8,7 @@ from pathlib import Path
 from rankzero.events import Event, RunStarted, StepsLogged, SystemSampled
 from rankzero.reporting.run_facts import fold
 from rankzero.reporting.run_report import markdown, page
-from rankzero.run_store import checkpoint_files
+from rankzero.run_store import checkpoint_files, run_locks
 from support.runs import T0, append, deleted, ended, evaluated, make_folder, saved, started, steps
 
 
@@ -160,4 +160,6 @@ def test_a_run_without_an_end_has_a_report_without_spaces_of_the_page(tmp_path: 
     append(folder := make_folder(tmp_path), started(width="3"), steps(1, 10))
     text = page(folder)
     assert "### DIED: at step 10 of 100" in text
+    run_locks.claim(folder, 0)
+    assert "### RUNNING: at step 10 of 100" in page(folder)
     assert "&" not in text and "| `width` | `3` |" in text

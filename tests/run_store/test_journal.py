@@ -425,6 +425,21 @@ def test_a_helping_machine_takes_over_the_name_that_rank_zero_gave_the_run(tmp_p
     assert mine.identity == told, "a run that has begun keeps its own"
 
 
+def test_event_that_cannot_be_written_is_lost_alone_and_noticed(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    log = RunLog(folder, Journal(folder.events), 1, None)
+    log(steps(1, 1))
+    log(dataclasses.replace(steps(2, 2), steps=[object()]))
+    log(steps(3, 3))
+    log.close()
+    found = list(read_all(folder.events))
+    assert [event.steps for event in found if isinstance(event, StepsLogged)] == [[1], [3]]
+    assert [event.text for event in found if isinstance(event, Noticed)] == [
+        "a StepsLogged is lost, since it cannot be written: "
+        "Object of type object is not JSON serializable"
+    ]
+
+
 def test_each_attempt_is_found_once(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     # The first left its last event, the second nothing, the third its end.

@@ -198,6 +198,7 @@ def test_killed_rank_restarts_from_its_checkpoint(rankzero: Command) -> None:
     assert step >= 20 and (step % 10 == 0 or step % 12 == 0)
     assert sorted(losses(folder)) == list(range(1, 61))
     assert tracked(folder).status == "FINISHED"
+    assert tracked(folder).tags["rankzero.attempt"] == "2"
     assert tracked_losses(folder).keys() == losses(folder).keys()
 
 
