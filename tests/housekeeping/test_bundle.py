@@ -25,7 +25,7 @@ from rankzero.mlflow_store.items import CLAIM, DESCRIPTION, MetricPoint
 from rankzero.run_store import checkpoint_files, delivery_state
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
-from support.pictures import arrays, taken
+from support.pictures import one_picture, taken
 from support.runs import T0, append, ended, evaluated, make_folder, saved, started, steps
 from support.stores import copied, list_runs
 
@@ -50,7 +50,7 @@ def study(root: Path) -> RunFolder:
         folder.artifacts.mkdir()
         (folder.artifacts / "config.yaml").write_text("lr: 0.1\npassword: '***'\n")
         append(folder, started(), steps(1, 30), evaluated(20, 0.7), saved(folder, 20))
-        append(folder, taken(folder, 20, arrays()), ended())
+        append(folder, taken(folder, 20, one_picture()), ended())
         made.append(folder)
     made[0].add_child("study-t00")
     assert sync.deliver(made[0]).complete

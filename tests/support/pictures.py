@@ -33,6 +33,11 @@ def arrays(classes: int = 3, mistakes: int = 5, **others: Any) -> dict[str, Any]
     }
 
 
+def one_picture() -> dict[str, Any]:
+    """Return arrays of one picture of a user, which is drawn in a tenth of the time."""
+    return {"own_names": np.array(["mask"], "U"), "own_0": np.zeros((6, 6, 3), np.uint8)}
+
+
 def taken(folder: RunFolder, step: int, content: dict[str, Any] | bytes) -> PicturesTaken:
     """Write arrays, or any bytes, into the folder, and return the event."""
     path = folder.pictures / f"step_{step:08d}.npz"

@@ -18,7 +18,7 @@ from rankzero.run_store import picture_files
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking.deliverer import Deliverer
 from support.memory_store import MemoryStore, delivered
-from support.pictures import arrays, taken
+from support.pictures import arrays, one_picture, taken
 from support.runs import T0, append, ended, make_folder, saved, started
 
 
@@ -41,7 +41,7 @@ def test_pictures_are_uploaded_and_their_arrays_removed(folder: RunFolder) -> No
 
 def test_replay_after_a_crash_uploads_the_same_pictures(folder: RunFolder) -> None:
     tracker = MemoryStore()
-    append(folder, started(), taken(folder, 5, arrays()), ended())
+    append(folder, started(), taken(folder, 5, one_picture()), ended())
     delivered(folder, tracker)
     before = dict(tracker.pictures)
     (folder.path / "delivery.json").unlink()
@@ -57,15 +57,15 @@ def test_unreachable_store_gets_the_pictures_later(folder: RunFolder) -> None:
             raise ConnectionError("away")
 
     tracker.fail = fail
-    append(folder, started(), taken(folder, 5, arrays()), ended())
+    append(folder, started(), taken(folder, 5, one_picture()), ended())
     delivered(folder, tracker)
-    assert len(tracker.pictures) == 3 and not list(folder.pictures.iterdir())
+    assert len(tracker.pictures) == 1 and not list(folder.pictures.iterdir())
 
 
 def test_pictures_that_are_gone_are_reported_once_and_others_go_on(folder: RunFolder) -> None:
     tracker = MemoryStore()
-    lost = taken(folder, 5, arrays())
-    append(folder, started(), lost, taken(folder, 9, arrays()), saved(folder, 9), ended())
+    lost = taken(folder, 5, one_picture())
+    append(folder, started(), lost, taken(folder, 9, one_picture()), saved(folder, 9), ended())
     (folder.path / lost.path).unlink()
     problems = delivered(folder, tracker).state.problems
     assert problems.rejected == 1
@@ -88,13 +88,13 @@ def test_pictures_whose_courier_died_after_their_deletion_are_not_reported(
             raise Died
         real(deliverer)
 
-    append(folder, started(), taken(folder, 5, arrays()), ended())
+    append(folder, started(), taken(folder, 5, one_picture()), ended())
     with monkeypatch.context() as patch:
         patch.setattr(Deliverer, "commit", commit)
         with pytest.raises(Died):
             delivered(folder, tracker)
     state = delivered(folder, tracker).state
-    assert not state.problems.rejected and len(tracker.pictures) == 3 and not state.queue.waiting
+    assert not state.problems.rejected and len(tracker.pictures) == 1 and not state.queue.waiting
 
 
 def pickled() -> bytes:
@@ -128,7 +128,7 @@ def test_damaged_or_foreign_arrays_are_rejected(
 )
 def test_nothing_outside_of_the_folder_is_read_or_deleted(folder: RunFolder, path: str) -> None:
     victim = folder.path.parent / "victim.npz"
-    picture_files.write(victim, arrays())
+    picture_files.write(victim, one_picture())
     folder.pictures.mkdir()
     (folder.pictures / "link.npz").symlink_to(victim)
     append(folder, started(), PicturesTaken(T0, 5, path), ended())
@@ -160,13 +160,13 @@ def test_lack_of_disk_or_memory_is_retried(
             raise want
         return real(*given, **named)
 
-    event = taken(folder, 5, arrays())
+    event = taken(folder, 5, one_picture())
     monkeypatch.setattr(owner, name, lacking)
     append(folder, started(), event, ended())
     tracker = MemoryStore()
     state = delivered(folder, tracker).state
     assert (
-        len(tracker.pictures) == 3 and not state.problems.rejected and state.retries.failures == 2
+        len(tracker.pictures) == 1 and not state.problems.rejected and state.retries.failures == 2
     )
 
 
@@ -177,7 +177,7 @@ def test_picture_that_needs_too_much_memory_is_rejected_in_the_end(
         raise MemoryError
 
     monkeypatch.setattr(image_grids, "draw", lacking)
-    append(folder, started(), taken(folder, 5, arrays()), saved(folder, 6), ended())
+    append(folder, started(), taken(folder, 5, one_picture()), saved(folder, 6), ended())
     tracker = MemoryStore()
     state = delivered(folder, tracker).state
     assert state.problems.rejected == 1 and "not enough memory" in state.problems.reasons[0]
@@ -195,7 +195,7 @@ def test_picture_that_no_file_system_accepts_is_rejected(folder: RunFolder, numb
             raise OSError(number, os.strerror(number))
 
     tracker.fail = fail
-    append(folder, started(), taken(folder, 5, arrays()), saved(folder, 6), ended())
+    append(folder, started(), taken(folder, 5, one_picture()), saved(folder, 6), ended())
     state = delivered(folder, tracker).state
     assert state.problems.rejected == 1 and os.strerror(number) in state.problems.reasons[0]
     assert list(tracker.checkpoints) == [6]
