@@ -212,7 +212,7 @@ class MlflowRuns:
         return found
 
     def ids_named(self, name: str, *, among_deleted: bool = False) -> list[str]:
-        """Return the ids of all runs of this name. Waits a few seconds for a server, and once."""
+        """Return the ids of all runs of this name. Waits seconds for each answer of a server."""
         view = ViewType.DELETED_ONLY if among_deleted else ViewType.ACTIVE_ONLY
         with request_timeout(_LOOK_UP_SECONDS, once=True, at_most=True):
             known = all_found(self._client.search_experiments)
