@@ -202,12 +202,17 @@ def test_fork_of_a_process_with_an_open_run_trains_to_its_end(tmp_path: Path) ->
     assert [one.status for one in events if isinstance(one, RunEnded)] == ["FINISHED"]
 
 
+TESTED = (
+    "class Tested(Model):",
+    "    def test_step(self, batch, batch_idx):",
+    "        self.log('test/loss', 1.0)",
+)
+
+
 def test_test_in_a_fork_of_its_own_has_the_last_steps_number(tmp_path: Path) -> None:
     events = fitted(
         tmp_path,
-        "class Tested(Model):",
-        "    def test_step(self, batch, batch_idx):",
-        "        self.log('test/loss', 1.0)",
+        *TESTED,
         "logger = RankZeroLogger('steps', name='r1', offline=True)",
         "logger.experiment.finish()",
         "fork = {'strategy': 'ddp_notebook', 'devices': 2}",
@@ -251,9 +256,7 @@ def test_logger_without_its_callback_counts_on_in_a_second_training(tmp_path: Pa
 def test_test_by_another_trainer_has_the_last_steps_number(callbacks: str, tmp_path: Path) -> None:
     events = fitted(
         tmp_path,
-        "class Tested(Model):",
-        "    def test_step(self, batch, batch_idx):",
-        "        self.log('test/loss', 1.0)",
+        *TESTED,
         "logger = RankZeroLogger('steps', name='r1', offline=True)",
         f"trained(Tested, 1, None, logger, {callbacks})",
         "Trainer(logger=logger, accelerator='cpu', enable_progress_bar=False).test(Tested())",

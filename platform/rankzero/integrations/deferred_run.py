@@ -37,7 +37,7 @@ class DeferredRun:
         self.ahead = 0
         """By how much the steps of the run are ahead of those that the framework counts."""
         self.next_ahead: int | None = None
-        """The same for the next training that continues one, if it is known; else as before."""
+        """The same for the next training, if it continues a checkpoint that has the number."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs to continue the run as a new attempt."""
