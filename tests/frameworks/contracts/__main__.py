@@ -67,6 +67,8 @@ def main() -> int:
 def run(framework: str, given: str | None) -> list[Test]:
     """Run a suite in the environment of its framework. Raises NoSuite."""
     suite = SUITES[framework]
+    if given and not Path(given).is_dir():
+        raise NoSuite(f"{given} is no folder")
     python = ROOT / f".venv-{suite.environment}" / "bin" / "python"
     if not python.exists():
         raise NoSuite(f"{python} is missing: make environment-{suite.environment}")
