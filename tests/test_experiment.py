@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -62,6 +64,19 @@ def test_inherited_field_needs_no_annotation() -> None:
     assert Base().goal == Goal("val/accuracy", "max", 0.9)
     assert override(Base(), {"goal.target": "0.95"}).goal.target == 0.95
     assert Derived().width == 16 and Derived().depth == 2 and Derived().train.epochs == 3
+
+
+def test_an_inherited_field_may_have_a_type_that_its_module_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = types.ModuleType("has_only_rankzero")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    base = f"import rankzero\nfrom {__name__} import Base\n"
+    text = "class D(Base):\n goal = rankzero.Goal('val/loss')\n data_ = 'fake'\n"
+    exec(base + text, vars(module))  # noqa: S102
+    assert flatten(module.D())["goal.metric"] == "val/loss"
+    with pytest.raises(ConfigError, match=r"real \| fake"):
+        override(module.D(), {"data": "other"})
 
 
 def test_base_class_keeps_its_defaults_and_fields() -> None:

@@ -20,6 +20,7 @@ import inspect
 import math
 import numbers
 import sys
+import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, dataclass_transform
@@ -293,11 +294,15 @@ class Experiment:
     def __init_subclass__(cls) -> None:
         annotations = inspect.get_annotations(cls)
         annotations.pop("search", None)  # A search space is not a setting.
-        # A subclass may write ``goal = Goal(…)`` without the base's annotation.
+        # A subclass may write ``goal = Goal(…)`` without the base's annotation. As text, that would
+        # be looked up in the subclass's module.
         for base in filter(dataclasses.is_dataclass, cls.__mro__[1:]):
+            known: dict[str, Any] = {}
+            with contextlib.suppress(NameError):
+                known = typing.get_type_hints(base)
             for field in dataclasses.fields(base):
                 if field.name in cls.__dict__:
-                    annotations.setdefault(field.name, field.type)
+                    annotations.setdefault(field.name, known.get(field.name, field.type))
         cls.__annotations__ = annotations
         # A wrong type is refused when the class is defined, not when a run starts. The first use
         # checks a type that is defined later, or in a function.
