@@ -11,7 +11,7 @@ from rankzero.catalog.summary import Details, Summary
 from rankzero.errors import UserError
 
 DETAILS = Details(
-    params={"lr": "0.01", "augment": "true"},
+    params={"lr": "0.01", "augment": "true", "widths": "[64, 128]"},
     metrics={"val/accuracy": 0.8, "val/loss": 0.3, "lr": 1e-9},
     tags={},
 )
@@ -51,6 +51,8 @@ ONE = Summary(
         ("lr=1e-2", True),
         ("lr != 0.02", True),
         ("augment=true", True),
+        ("widths=[64, 128]", True),
+        ("widths!=[64, *]", False),
         ("age>59min", True),
         ("age<1d", True),
         ("duration=5s", True),

@@ -71,7 +71,9 @@ class _Condition:
         return is_equal != (self.sign == "!=")
 
     def _matches(self, text: str) -> bool:
-        return fnmatch.fnmatchcase(text.casefold(), self.value.casefold())
+        # Only * and ? are special. A bracket may begin a list.
+        pattern = self.value.casefold().replace("[", "[[]")
+        return fnmatch.fnmatchcase(text.casefold(), pattern)
 
 
 def seconds(text: str) -> float | None:
