@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -12,8 +13,8 @@ from rankzero.errors import UserError
 
 DETAILS = Details(
     params={"lr": "0.01", "augment": "true", "widths": "[64, 128]"},
-    metrics={"val/accuracy": 0.8, "val/loss": 0.3, "lr": 1e-9},
-    tags={},
+    metrics={"val/accuracy": 0.8, "val/loss": 0.3, "lr": 1e-9, "gap": math.nan},
+    tags={"cmd": "a=b!"},
 )
 ONE = Summary(
     "a",
@@ -53,6 +54,11 @@ ONE = Summary(
         ("augment=true", True),
         ("widths=[64, 128]", True),
         ("widths!=[64, *]", False),
+        ("cmd=a=b!", True),
+        ("cmd!=a=*", False),
+        ("gap=nan", True),
+        ("gap!=nan", False),
+        ("gap=0", False),
         ("age>59min", True),
         ("age<1d", True),
         ("duration=5s", True),

@@ -39,7 +39,7 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
 }
-_CONDITION = re.compile(r"(?P<key>[^<>=!]+)(?P<sign>!=|>=|<=|==|=|>|<)(?P<value>[^<>=!]*)")
+_CONDITION = re.compile(r"(?s)(?P<key>[^<>=!]+)(?P<sign>[!><=]=|[=><])(?P<value>(?![<>=!]).*)")
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)(s|min|h|d)")
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -64,10 +64,8 @@ class _Condition:
         left, right = _number(value), _number(self.value)
         if self.sign in _COMPARE:
             return left is not None and right is not None and _COMPARE[self.sign](left, right)
-        if left is not None and right is not None:
-            is_equal = left == right
-        else:
-            is_equal = self._matches(str(value))
+        # The text first: NaN does not equal itself.
+        is_equal = self._matches(str(value)) or (right is not None and left == right)
         return is_equal != (self.sign == "!=")
 
     def _matches(self, text: str) -> bool:
