@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -27,9 +29,9 @@ def test_weighted_batches_balance_rare_samples() -> None:
     assert len(weighted(weights, seeded(0), batch_size=10)) == 100
 
 
-@pytest.mark.parametrize("weights", [[], [0.0, 0.0], [1.0, -1.0], [1.0, float("nan")]])
+@pytest.mark.parametrize("weights", [[], [0.0, 0.0], [1.0, -1.0], [1.0, math.nan], [1.0, math.inf]])
 def test_weights_that_cannot_be_drawn_from_are_refused(weights: list[float]) -> None:
-    with pytest.raises(UserError, match="at least 0, and one of them above 0"):
+    with pytest.raises(UserError, match="finite and at least 0, and one of them above 0"):
         weighted(weights, seeded(0), batch_size=1)
 
 

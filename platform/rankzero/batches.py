@@ -9,6 +9,7 @@ generator. So the position of a step follows from its number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,9 +29,9 @@ def weighted(
     """
     import torch
 
-    chances = torch.as_tensor(weights, dtype=torch.float64)
-    if not len(chances) or not bool((chances >= 0).all()) or not float(chances.sum()) > 0:
-        raise UserError("the weights must be at least 0, and one of them above 0")
+    chances = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
+    if not bool((chances >= 0).all()) or not 0 < float(chances.sum()) < math.inf:
+        raise UserError("the weights must be finite and at least 0, and one of them above 0")
     # A uniform number falls into one part of the sum. torch.multinomial takes only 2**24 weights.
     sums = chances.cumsum(0)
     steps = _whole_batches(samples or len(chances), batch_size)
