@@ -135,6 +135,7 @@ places = st.sampled_from(
         "machine h\n  login u\n  password {}",
         "default login u password {}",
         "+login u\n+password {}",
+        "+machine h\n+login u\n+password {}",
         "ENV DB_PASSWORD {}",
         "+ENV X_API_KEY correct {}",
         "setenv MY_TOKEN {}",
@@ -150,9 +151,12 @@ harmless = st.text("éü =:([,\n", max_size=20)
 
 
 @settings(max_examples=500)
-@given(places, secrets, harmless, harmless)
-def test_a_planted_secret_is_redacted(place: str, secret: str, before: str, after: str) -> None:
-    assert secret not in text_without_secrets(f"{before}\n{place.format(secret)}\n{after}")
+@given(places, secrets, harmless, harmless, st.sampled_from(["\n", "\r\n"]))
+def test_a_planted_secret_is_redacted(
+    place: str, secret: str, before: str, after: str, end: str
+) -> None:
+    text = f"{before}\n{place.format(secret)}\n{after}".replace("\n", end)
+    assert secret not in text_without_secrets(text)
 
 
 @pytest.mark.parametrize(

@@ -32,14 +32,14 @@ _ENCODED = re.compile(
 _SIGNATURE = re.compile(
     r"(?P<name>[?&](?:sig|(?:X-\w{2,8}-)?(?:Signature|Credential|Security-Token))=)[^&\s\"']+", re.I
 )
-_GAP = r"(?:[ \t]{1,8}|[ \t]{0,8}\n[+\-]?[ \t]{0,32})"
+_GAP = r"(?:[ \t]{1,8}|[ \t\r]{0,8}\n[+\-]?[ \t]{0,32})"
 # A .netrc. In a line of its own, the value must not look like a word of prose.
 _LOGIN = re.compile(
     rf"(?P<name>(?:\bmachine{_GAP}\S{{1,256}}"
-    r"|^[+\- ]?[ \t]{0,32}(?:default|login[ \t]{1,8}\S{1,256}(?=[ \t]{0,8}\n)))"
+    r"|^[+\- ]?[ \t]{0,32}(?:default|login[ \t]{1,8}\S{1,256}(?=[ \t\r]{0,8}\n)))"
     rf"(?:{_GAP}(?:login|account){_GAP}\S{{1,256}}){{0,2}}{_GAP}password{_GAP}"
     r"|^[+\- ]?[ \t]{0,32}password[ \t]{1,8}"
-    r"(?=[a-z]{0,64}[^\sa-z.,:])(?=\S{1,256}[ \t]{0,8}$))\S+",
+    r"(?=[a-z]{0,64}[^\sa-z.,:])(?=\S{1,256}[ \t\r]{0,8}$))\S+",
     re.MULTILINE,
 )
 # Assignments of a Dockerfile and of csh have no sign.
