@@ -67,20 +67,20 @@ def test_folds_and_seeds_become_one_mean_and_a_failed_run_is_trained_again(
 @pytest.mark.timeout(200)
 def test_ctrl_c_stops_with_a_checkpoint_and_the_repeat_continues_it(rankzero: Command) -> None:
     how = ("--nproc", 2, "--offline", "train.epochs=4")
-    words = (*how, "--seeds", "3,", "--run-name", "r", "step_seconds=0.02")
+    words = (*how, "--seeds", "3,", "--run-name", "r.pytorch", "step_seconds=0.02")
     process = rankzero.start("repeat", TINY, *words)
-    first = rankzero.wait_for_step(5, "r-seed3")
+    first = rankzero.wait_for_step(5, "r.pytorch-seed3")
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
-    assert process.wait() == 75 and "continue: " in output and "repeat r" in output, output
-    parent = RunFolder(first.path.with_name("r"))
+    assert process.wait() == 75 and "continue: " in output and "repeat r.pytorch" in output, output
+    parent = RunFolder(first.path.with_name("r.pytorch"))
     assert last_end(first).status == last_end(parent).status == "KILLED"
-    code, output = rankzero("repeat", "r", "--seeds", "4,", "--offline")
+    code, output = rankzero("repeat", "r.pytorch", "--seeds", "4,", "--offline")
     assert code == 0 and "run 1 of 2: seed=3" in output and "over 2 seeds" in output, output
     assert len(starts(first)) == 2
     code, output = rankzero("train", TINY, *how, "train.seed=3", "--run-name", "whole")
     assert code == 0 and losses(first) == losses(RunFolder(first.path.with_name("whole"))), output
-    code, output = rankzero("repeat", "r", "--offline")
+    code, output = rankzero("repeat", "r.pytorch", "--offline")
     assert code == 0 and "run 1 of" not in output, "nothing is trained again"
 
 

@@ -51,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     reference, runs = arguments.experiment, arguments.dir / "runs"
-    known = None if ".py" in reference else named_runs.find(runs, reference)
+    # A file ends with .py, or has a class behind it: exp.py:Class.
+    known = None if ".py:" in f"{reference}:" else named_runs.find(runs, reference)
     before = plans.stored(known) if known is not None else None
     if before is not None and arguments.nproc is None:
         arguments.nproc = before.nproc
