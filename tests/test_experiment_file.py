@@ -76,6 +76,18 @@ def test_neighbours_of_one_name_are_not_mistaken(tmp_path: Path, through: str) -
     assert load(str(second)).__name__ == "Two"
 
 
+def test_neighbours_are_found_behind_links(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "folder").symlink_to("real")
+    (tmp_path / "exp_c.py").symlink_to("real/exp_c.py")
+    for name in ("net", "late"):
+        written(tmp_path / "real", f"exp_{name}.py", "class Net: pass\n")
+    for place, neighbour in (("folder/exp_a", "net"), ("real/exp_b", "net"), ("exp_c", "late")):
+        text = f"from exp_{neighbour} import Net\n" + EXPERIMENT.format(name="One")
+        written(tmp_path / "real", f"{Path(place).name}.py", text)
+        assert load(f"{tmp_path / place}.py").__name__ == "One"
+
+
 @pytest.mark.parametrize(
     ("end", "code"),
     [

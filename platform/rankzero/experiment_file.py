@@ -7,6 +7,7 @@ import importlib.util
 import multiprocessing
 import sys
 import urllib.parse
+from collections.abc import Collection, Iterable
 from contextvars import ContextVar
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -115,7 +116,7 @@ def _module_name(path: Path) -> str:
 
 
 def _import(path: Path) -> ModuleType:
-    """Import the file, with its folder importable, as a script would be."""
+    """Import the file, with its folder importable, as a script would be; also behind a link."""
     name = _module_name(path)
     if name in sys.modules:
         return sys.modules[name]
@@ -124,7 +125,8 @@ def _import(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     # Both stay for the life of the process. The file may import its neighbours late, and a loader
     # process that is started afresh unpickles the file's classes by this module name.
-    sys.path.insert(0, str(path.parent))
+    own = {path.parent: None, path.resolve().parent: None}
+    sys.path[:0] = map(str, own)
     sys.modules[name] = module
     token = _loading.set(True)
     # The file may call os.chdir. A command takes its own relative paths from its first folder. A
@@ -133,10 +135,10 @@ def _import(path: Path) -> ModuleType:
     try:
         with contextlib.chdir(".") if is_command else contextlib.nullcontext():
             spec.loader.exec_module(module)
-        _refuse_others(module, path)
+        _refuse_others(module, path, own)
     except BaseException as error:
         sys.modules.pop(name, None)
-        _drop_from_path(path.parent)
+        _drop_from_path(own)
         if isinstance(error, SystemExit):
             raise UserError(
                 f"{path} ended the program while it was imported (exit {error.code or 0}): put "
@@ -147,33 +149,36 @@ def _import(path: Path) -> ModuleType:
         _loading.reset(token)
     if name != path.stem:
         # A process that is started afresh must find the first file under their common name.
-        _drop_from_path(path.parent)
-        sys.path.append(str(path.parent))
-    _folders.add(path.parent)
+        _drop_from_path(own)
+        sys.path.extend(map(str, own))
+    _folders.update(own)
     return module
 
 
-def _drop_from_path(folder: Path) -> None:
-    # The user's file may have removed it.
-    with contextlib.suppress(ValueError):
-        sys.path.remove(str(folder))
+def _drop_from_path(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        # The user's file may have removed it.
+        with contextlib.suppress(ValueError):
+            sys.path.remove(str(folder))
 
 
-def _refuse_others(module: ModuleType, path: Path) -> None:
+def _refuse_others(module: ModuleType, path: Path, own: Collection[Path]) -> None:
     """Raise UserError if the file got a neighbour of another experiment instead of its own."""
     files = {name: getattr(one, "__file__", None) for name, one in list(sys.modules.items())}
     others = {
-        name: path.parent / f"{name}.py"
+        name: here
         for name, file in files.items()
-        if file and Path(file).parent in _folders - {path.parent}
+        if file and Path(file).parent in _folders.difference(own)
+        for here in (folder / f"{name}.py" for folder in own)
+        if here.exists() and here.resolve() != Path(file).resolve()
     }
     # Its neighbours may have got another's, too.
-    users = [name for name, file in files.items() if file and Path(file).parent == path.parent]
+    users = [name for name, file in files.items() if file and Path(file).parent in own]
     for user in (module, *map(sys.modules.get, users if others else ())):
         for value in list(vars(user).values()):
             owner = "__name__" if isinstance(value, ModuleType) else "__module__"
             name = str(getattr(value, owner, None)).partition(".")[0]
-            if name in others and others[name].exists():
+            if name in others:
                 raise UserError(
                     f"{others[name]} has the name of {files[name]}, which this process has loaded "
                     f"for another experiment, and {path} would get that one: rename one of the two"
