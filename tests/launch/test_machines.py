@@ -119,6 +119,7 @@ def test_who_serves_the_rendezvous() -> None:
         (Machines(2, 2, "nobody.invalid:7"), "no machine is called nobody.invalid"),
         (Machines(2, 2, "127.0.0.1:port"), "write HOST:PORT"),
         (Machines(2, 2, "127.0.0.1:7", settings={"timeout": "1"}), "--rdzv-conf has no timeout"),
+        (Machines(2, 2, "127.0.0.1:7", settings={"join_timeout": "x"}), "'x': give seconds"),
     ],
 )
 def test_machines_that_cannot_meet(asked: Machines, says: str) -> None:

@@ -111,7 +111,10 @@ def meet(machines: Machines, name_seconds: float = _NAME_SECONDS) -> Machines:
         return machines
     number, (host, port) = machines.number, _divided(machines.endpoint)
     # Kubernetes gives the first pod a name as it starts: another may have waited for long by then.
-    patience = float(machines.settings.get("join_timeout", name_seconds))
+    try:
+        patience = float(machines.settings.get("join_timeout", name_seconds))
+    except ValueError as error:
+        raise UserError(f"--rdzv-conf join_timeout: {error}: give seconds") from error
     source, target = _route(host, port, 0.0 if number == 0 else patience)
     serves = source == target or _is_loopback(target) if number is None else number == 0
     settings, endpoint = dict(machines.settings), machines.endpoint
