@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rankzero.cli.housekeeping.delete import confirmed
 from rankzero.cli.main import main
 from rankzero.cli.verbs import VERBS
 from rankzero.config import ConfigError
@@ -160,13 +162,22 @@ def test_old_file_store_is_an_error(here: Here) -> None:
     assert code == 2 and "migrate-filestore" in output and not Path("mlruns/runs").exists()
 
 
-def test_busy_port_is_an_error(here: Here) -> None:
+def test_ctrl_d_at_a_question_is_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    master, terminal = pty.openpty()
+    os.write(master, b"\x04")
+    with os.fdopen(master), os.fdopen(terminal) as keyboard:
+        monkeypatch.setattr(sys, "stdin", keyboard)
+        assert not confirmed("delete it", yes=False)
+
+
+def test_port_that_cannot_be_used_is_an_error(here: Here) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        code, output = here("ui", "--port", port)
-    assert code == 2 and f"port {port} cannot be used" in output and f"--port {port + 1}" in output
+        for given in (port, 65535 + port):
+            code, output = here("ui", "--port", given)
+            assert code == 2 and f"port {given} cannot be used" in output and "--port 0" in output
 
 
 def test_ui_in_a_wrong_folder_makes_no_store(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,8 +145,8 @@ def _require_free(access: server.Access, root: Path) -> None:
             probe.bind((access.host, access.port))
         except (OSError, OverflowError) as error:
             raise UserError(
-                f"port {access.port} cannot be used ({error}): choose another, such as "
-                f"{command_lines.line(root, 'ui', '--port', str(access.port + 1))}"
+                f"port {access.port} cannot be used ({error}): take a free one, "
+                f"{command_lines.line(root, 'ui', '--port', '0')}"
             ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -125,7 +126,9 @@ def confirmed(question: str, *, yes: bool) -> bool:
         return True
     if not sys.stdin.isatty():
         raise UserError(f"nobody is asked here: add --yes to {question}")
-    return input(f"{question}? [y/N] ").strip().lower() in ("y", "yes")
+    with contextlib.suppress(EOFError):  # Ctrl-D
+        return input(f"{question}? [y/N] ").strip().lower() in ("y", "yes")
+    return False
 
 
 def _count(folders: Sequence[RunFolder]) -> str:
