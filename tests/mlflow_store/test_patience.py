@@ -72,6 +72,7 @@ def test_child_of_an_init_in_a_container_goes_with_it(
     ("words", "seconds"),
     [
         (["--wait-delivery", "x.py"], 86400.0),
+        (["--wait", "x.py"], 86400.0),
         (["x.py", "--wait-delivery=30", "lr=1"], 30.0),
         (["x.py"], None),
     ],

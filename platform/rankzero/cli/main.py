@@ -7,6 +7,7 @@ import difflib
 import gc
 import importlib
 import os
+import re
 import shlex
 import signal
 import sys
@@ -117,8 +118,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     # The words after it are options of Slurm's own programs.
     end = words.index("--") if verb in FOR_CLUSTERS and "--" in words else len(words)
     words, after = words[:end], words[end + 1 :]
-    # argparse would take a word after --wait-delivery for its seconds.
-    rest = [f"{word}={A_DAY}" if word == "--wait-delivery" else word for word in words[1:]]
+    # argparse would take a word after --wait-delivery, or --wait, for its seconds.
+    rest = [re.sub("^--wait[a-z-]*$", rf"\g<0>={A_DAY}", word) for word in words[1:]]
     while "--sort" in rest[:-1]:
         # argparse would take the -key of `--sort -key` for an option.
         at = rest.index("--sort")
