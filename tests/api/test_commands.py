@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 import rankzero
@@ -191,7 +192,11 @@ def test_an_error_has_the_text_of_the_command_line(start: Start, tmp_path: Path)
 @pytest.mark.slow
 def test_ui_is_served_until_the_program_exits(start: Start, tmp_path: Path) -> None:
     process = start(
-        "import rankzero, urllib.request\naddress = rankzero.open_ui()\n"
+        "import psutil, rankzero, signal, urllib.request\n"
+        # A cell is interrupted while the server starts.
+        "signal.signal(signal.SIGALRM, signal.default_int_handler)\nsignal.alarm(1)\n"
+        "try:\n    rankzero.open_ui()\nexcept KeyboardInterrupt:\n    pass\n"
+        "assert not psutil.Process().children()\naddress = rankzero.open_ui()\n"
         "assert rankzero.open_ui() == address\n"
         "print(address, urllib.request.urlopen(address + '/health').status)\n"
         "try:\n    rankzero.open_ui(dir='nowhere')\n"
@@ -221,7 +226,13 @@ def test_experiment_must_be_in_a_file() -> None:
 
 @pytest.mark.parametrize(
     ("nproc", "words"),
-    [(2, ["--nproc=2"]), ([1, 2, 4], ["--nproc=1,2,4"]), ("1,2", ["--nproc=1,2"]), (None, [])],
+    [
+        (2, ["--nproc=2"]),
+        (numpy.int64(2), ["--nproc=2"]),
+        ([1, 2, 4], ["--nproc=1,2,4"]),
+        ("1,2", ["--nproc=1,2"]),
+        (None, []),
+    ],
 )
 def test_settings_and_options_become_arguments(
     nproc: int | str | list[int] | None,

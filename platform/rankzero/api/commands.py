@@ -74,7 +74,7 @@ def search(
     UserError.
     """
     words = _words("search", experiment)
-    if nproc is not None and not isinstance(nproc, int | str):
+    if isinstance(nproc, Iterable) and not isinstance(nproc, str):
         nproc = ",".join(map(str, nproc))
     words += _options(minutes=minutes, trials=trials, nproc=nproc, dir=dir, **options)
     with tempfile.TemporaryDirectory(prefix="rankzero-") as folder:
@@ -100,7 +100,7 @@ def repeat(
     `over`: {setting: values}. `options` are the command's other options. Raises RunFailed, also
     where some of the runs failed, and UserError.
     """
-    chosen = seeds if seeds is None or isinstance(seeds, int) else "".join(f"{n}," for n in seeds)
+    chosen = "".join(f"{n}," for n in seeds) if isinstance(seeds, Iterable) else seeds
     options |= {"seeds": chosen, "nproc": nproc, "dir": dir, "over": _varied(over or {})}
     return _run("repeat", experiment, run_name, **options)
 
@@ -129,10 +129,11 @@ def open_ui(*, port: int | None = None, dir: str | Path | None = None) -> str:
                 stderr=file,
                 start_new_session=True,
             )
-        while not result.exists():
-            if server.poll() is not None:
-                _check(server.returncode or FAILED, errors.read_text(errors="replace"))
-            time.sleep(0.05)
+        with _ends_with(server):
+            while not result.exists():
+                if server.poll() is not None:
+                    _check(server.returncode or FAILED, errors.read_text(errors="replace"))
+                time.sleep(0.05)
         address = str(json.loads(result.read_text(encoding="utf-8"))["address"])
     _servers[root] = (server, address)
     return address
@@ -321,7 +322,7 @@ def _call(words: Sequence[str], *, showing: bool, stopped_fails: bool = False) -
 
 
 @contextlib.contextmanager
-def _ends_with(process: subprocess.Popen[str]) -> Iterator[None]:
+def _ends_with(process: subprocess.Popen[Any]) -> Iterator[None]:
     """Forward what ends this program to the command, and have it act here after the command's end.
 
     Else the training would run on without an owner. Only the main thread gets signals. An exception
