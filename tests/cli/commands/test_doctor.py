@@ -18,6 +18,7 @@ import pytest
 
 from rankzero.cli.commands import doctor
 from rankzero.mlflow_store import drivers
+from support.second_user import as_nobody, needs_root
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +60,12 @@ def test_problems_are_printed_with_their_fix(
 def test_folder_that_is_not_writable(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     assert "--dir" in str(doctor.disk(tmp_path / "file" / "mlruns").fix)
+
+
+@needs_root
+def test_folder_that_this_user_may_not_enter(tmp_path: Path) -> None:
+    fix = as_nobody(lambda: doctor.disk(tmp_path / "closed" / "mlruns").fix)
+    assert fix and "is not writable" in fix
 
 
 def test_shared_memory_that_is_full(tmp_path: Path) -> None:

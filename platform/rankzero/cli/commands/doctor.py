@@ -83,7 +83,8 @@ def _checks(root: Path, tracking_uri: str | None, usage: _DiskUsage) -> Iterator
 
 def disk(root: Path, usage: _DiskUsage = shutil.disk_usage) -> Check:
     """Check that the runs' folder is writable and has room for checkpoints."""
-    existing = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
+    places = root.absolute(), *root.absolute().parents
+    existing = next(path for path in places if os.access(path, os.F_OK))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         fix = f"{existing} is not writable: choose another folder with --dir"
         return Check("runs folder", str(root), fix)
