@@ -34,7 +34,7 @@ _ZSH = r"""#compdef rankzero
 _rankzero() {
     local -a found line
     line="${(j: :)words[1,CURRENT-1]} $PREFIX"
-    found=(${(f)"$(${words[1]} completion --line "$line" 2>/dev/null)"})
+    found=(${(f)"$(${words[1]/#\~/$HOME} completion --line "$line" 2>/dev/null)"})
     compadd -S '' -- ${(M)found:#*[=/]}
     compadd -- ${found:#*[=/]}
 }
