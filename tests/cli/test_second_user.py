@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+import rankzero.cli.commands.ui  # noqa: F401 — `nobody` may not be able to read it
+from rankzero.cli.main import main
 from support.commands import TINY, Command, command_in, last_end
 from support.second_user import as_nobody, listening, needs_root, nobody_locks, store_keys
 
@@ -23,6 +25,13 @@ def shared(new_store: Path) -> Iterator[Command]:
         Path(folder).chmod(0o755)
         with command_in(Path(folder), new_store) as command:
             yield command
+
+
+def test_a_store_that_one_may_only_read_is_not_served(capfd: pytest.CaptureFixture[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        assert as_nobody(main, ["ui", "--port", "0", "--dir", folder]) == 2
+    assert f"you may only read {folder}" in capfd.readouterr().err
 
 
 @pytest.mark.slow

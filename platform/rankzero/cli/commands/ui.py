@@ -64,6 +64,11 @@ def run(arguments: argparse.Namespace) -> int:
     _require_free(access, arguments.dir)
     if not arguments.dir.is_dir():
         raise UserError(_no_store(arguments.dir.absolute()))
+    if not os.access(arguments.dir, os.W_OK):
+        raise UserError(
+            f"you may only read {arguments.dir}, and MLflow's server writes there: ask its owner "
+            "for a server's address; `rankzero runs` and `report` only read"
+        )
     uris.prepare_store(uris.default_tracking_uri(arguments.dir))
     empty = uris.is_empty(arguments.dir / uris.DATABASE)
     environ, notes = server.environment(os.environ), ""
