@@ -332,6 +332,23 @@ def test_second_import_keeps_what_was_changed_since(
     assert MlflowRuns(uri).find_run(run_id).tags[DESCRIPTION] == "my own words"
 
 
+def test_import_that_would_change_nothing_is_refused(
+    roots: tuple[Path, Path], tmp_path: Path
+) -> None:
+    mine, theirs = roots
+    folder = make_folder(mine, uris.default_tracking_uri(mine), name="one")
+    append(folder, started(), ended())
+    file, runs, uri = tmp_path / "o.zip", theirs / "runs", uris.default_tracking_uri(theirs)
+    bundle.write(folder, file)
+    with pytest.raises(UserError, match=f"one is here already.* copy one --to {uri} --dir"):
+        bundle.read(file, mine / "runs", uri, offline=True)
+    bundle.read(file, runs, uri, offline=True)
+    append(folder, started(2), steps(31, 40), ended())
+    bundle.write(folder, file)
+    with pytest.raises(UserError, match="the bundle has more of it: import it with --dir OTHER"):
+        bundle.read(file, runs, uri, offline=True)
+
+
 def test_export_takes_no_secret_and_no_run_that_changes(
     roots: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -195,7 +195,7 @@ def read(
     try:
         named = _unpack(file, aside)
         # All are checked before the first is placed: half a study would be neither old nor new.
-        folders = [_checked(aside / _RUNS / name, runs) for name in named]
+        folders = [_checked(aside / _RUNS / name, runs, tracking_uri) for name in named]
         late = [
             one for one in folders if not one.path.exists() or (one.path / _UNFINISHED).exists()
         ]
@@ -308,21 +308,35 @@ def _plain(member: zipfile.ZipInfo, named: list[str]) -> Path:
     return Path(path)
 
 
-def _checked(unpacked: Path, runs: Path) -> RunFolder:
+def _checked(unpacked: Path, runs: Path, tracking_uri: str) -> RunFolder:
     """Return the folder of an unpacked run among the others. Raises UserError if it cannot be."""
     read, folder = RunFolder(unpacked).identity, RunFolder(runs / unpacked.name)
     names.check_experiment(read.experiment)
     if read.name != unpacked.name:
         raise UserError(f"the bundle's run {unpacked.name!r} calls itself {read.name!r}")
-    if folder.path.exists() and folder.identity.uuid != read.uuid:
-        raise UserError(
-            f"there is another run {folder.path.name!r} already in {runs}: import it into a store "
-            "of its own, with --dir OTHER"
-        )
-    if folder.path.exists() and deleted.is_hidden(folder):
-        command = command_lines.line(runs.parent, "delete", "--restore", read.name)
-        raise UserError(f"{read.name} is deleted: `{command}`")
+    if folder.path.exists():
+        _refuse_another(RunFolder(unpacked), folder, tracking_uri)
     return folder
+
+
+def _refuse_another(unpacked: RunFolder, folder: RunFolder, tracking_uri: str) -> None:
+    """Raise UserError if the run that is here already would not become the bundle's."""
+    name, here, runs = folder.path.name, folder.identity, folder.path.parent
+    if here.uuid != unpacked.identity.uuid:
+        raise UserError(
+            f"there is another run {name!r} already in {runs}: import it into a store of its own, "
+            "with --dir OTHER"
+        )
+    if deleted.is_hidden(folder):
+        command = command_lines.line(runs.parent, "delete", "--restore", name)
+        raise UserError(f"{name} is deleted: `{command}`")
+    if here.tracking_uri != tracking_uri:
+        command = command_lines.line(runs.parent, "copy", name, "--to", tracking_uri)
+        raise UserError(f"{name} is here already, for {here.tracking_uri}: `{command}`")
+    if (lookup.journal_bytes(unpacked) or 0) > (lookup.journal_bytes(folder) or 0):
+        raise UserError(
+            f"{name} is here already, and the bundle has more of it: import it with --dir OTHER"
+        )
 
 
 def _place(unpacked: Path, folder: RunFolder, tracking_uri: str, named: list[str]) -> None:
