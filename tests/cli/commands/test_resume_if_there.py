@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import signal
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from rankzero import config
+from rankzero import config, experiment_file
 from rankzero.cli.commands import resume
 from rankzero.launch.machines import ALONE
+from rankzero.launch.request import write_config
 from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 from rankzero.run_store import checkpoint_files, run_locks
 from rankzero.run_store.attempt import is_written
@@ -29,7 +31,7 @@ from support.commands import (
     wait_for_status,
     wait_until,
 )
-from support.runs import make_folder
+from support.runs import append, ended, make_folder, started, steps
 from support.stores import Server, mlflow_runs
 
 AGAIN = ("train", TINY, "--name", "again", "--resume-if-there", "train.steps=30")
@@ -132,6 +134,18 @@ def test_a_run_that_returns_to_its_first_machine_continues_from_the_newest_check
     (folder,) = rankzero.runs
     assert starts(folder) == [0, 20] and max(losses(folder)) == 30
     _assert_each_step_once(MlflowRuns(server.uri), tracked(folder))
+
+
+def test_the_same_command_leaves_a_run_that_ended_early(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, experiment_file=str(TINY))
+    tiny, words = experiment_file.load(str(TINY))(), ["train.epochs=100", "train.patience=3"]
+    write_config(folder, config.override(tiny, config.parse_assignments(words)))
+    append(folder, started(), steps(1, 20), ended(reason="no better val/accuracy for 3"))
+    again = argparse.Namespace(dir=tmp_path, settings=words)
+    with pytest.raises(resume.NothingLeft, match="has finished with step 20"):
+        resume._experiment(folder, again)
+    again.settings = ["train.patience=4"]
+    assert resume._experiment(folder, again).train.patience == 4
 
 
 def test_a_server_that_is_away_holds_up_no_resume_of_a_checkpoint_that_is_here(

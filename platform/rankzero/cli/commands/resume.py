@@ -236,7 +236,7 @@ def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
     if ended is not None and ended.status == "FINISHED":
         facts = run_facts.fold(read_all(folder.events))
         # The time limit of an attempt leaves steps that the next one trains.
-        further = changes or run_facts.is_limited(facts)
+        further = config.flatten(changed) != config.flatten(saved) or run_facts.is_limited(facts)
         is_over = not further or _total_steps(saved.train, changed.train, facts) <= facts.steps
         # A damaged last checkpoint leaves the steps since the one before it.
         _, damaged = checkpoint_files.newest_intact(folder.checkpoints)
