@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import math
 import os
 import re
 import signal
@@ -123,6 +124,15 @@ def test_suspended_time_does_not_count(tmp_path: Path) -> None:
         """,
     )
     assert code == 0 and failure is None
+
+
+def test_suspended_time_is_known_without_a_limit_too() -> None:
+    watchdog, deadline = Watchdog(None, 0, ()), time.monotonic() + 10
+    with watchdog.watching():
+        while watchdog._looked[0] == math.inf and time.monotonic() < deadline:
+            time.sleep(0.01)
+        watchdog._looked = watchdog._looked[0] - 60, 0.0
+        assert 40 < watchdog.suspended_seconds() < 70
 
 
 def test_progress_is_reported_once() -> None:

@@ -68,7 +68,7 @@ def setup_seconds(environ: Mapping[str, str] = os.environ) -> float:
 class Watchdog:
     """Watches the main thread's progress for the duration of `watching`.
 
-    `minutes`: the longest time without a `beat` in `training`. None watches nothing. Before and
+    `minutes`: the longest time without a `beat` in `training`. None ends no rank. Before and
     after the training nothing beats: all of it together may take as long as a first step, and at
     least `setup_seconds`. `on_hang`: called with the failure before the process ends, each in a
     thread of its own. `local_processes`: the process ids of this node's ranks, by rank.
@@ -88,7 +88,7 @@ class Watchdog:
         on_progress: Callable[[], None] = lambda: None,
         is_gpu_busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._limit = None if minutes is None else 60.0 * minutes
+        self._limit = math.inf if minutes is None else 60.0 * minutes
         self._rank, self._on_hang, self._setup_seconds = rank, on_hang, setup_seconds
         self._local_processes = local_processes or {}
         self._waiting_in = tuple(waiting_in)
@@ -96,7 +96,7 @@ class Watchdog:
         self._last, self._beats = time.monotonic(), 0
         self._phase, self._waits_for = _SETTING_UP, ""
         self._over = threading.Event()
-        self._interval = min((self._limit or 0.0) / _CHECKS, _MOST_BETWEEN)
+        self._interval = min(self._limit / _CHECKS, _MOST_BETWEEN)
         # The time of the last check, and the seconds of stops until then. Two threads read it.
         self._looked = math.inf, 0.0
         self.is_saving: Callable[[], bool] = lambda: False
@@ -128,13 +128,8 @@ class Watchdog:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the main thread for the duration of the block."""
-        if self._limit is None:
-            yield
-            return
         self._last = time.monotonic()
-        thread = threading.Thread(
-            target=self._watch, args=(self._limit,), name="watchdog", daemon=True
-        )
+        thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         thread.start()
         try:
             yield
@@ -157,7 +152,7 @@ class Watchdog:
         self._last = time.monotonic()
         self._phase = phase
 
-    def _watch(self, limit: float) -> None:
+    def _watch(self) -> None:
         # When the rank was last seen to wait. If a peer's death releases it, it has not hung since
         # its last beat, but only since then.
         waited_until, beats = 0.0, self._beats
@@ -174,9 +169,9 @@ class Watchdog:
             self._looked = time.monotonic(), after
             phase = self._phase
             last, now = self._last, time.monotonic()
-            allowed = limit
+            allowed = self._limit
             if phase != _TRAINING or self._beats <= 1:
-                allowed = _FIRST_STEP_FACTOR * limit
+                allowed *= _FIRST_STEP_FACTOR
             if phase != _TRAINING:
                 allowed = max(allowed, self._setup_seconds)
             # Python documents this function for debuggers. There is no other way to see where
