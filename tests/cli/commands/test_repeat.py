@@ -122,6 +122,7 @@ def test_each_mistake_gets_one_message(rankzero: Command) -> None:
         ((TINY, "--over", "fold=0,1"), "unknown key 'fold'"),
         ((TINY, "--over", "width=8,wide"), "width: expected int, got 'wide'"),
         ((TINY, "--seeds", "no"), "--seeds takes their number"),
+        ((TINY, "train.steps=9", "--over", "train.epochs=1,2"), "train.epochs=1 changes nothing"),
         (("nobody", "--seeds", 2), "no such experiment file: nobody"),
     ):
         code, output = rankzero("repeat", *words)

@@ -7,7 +7,6 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
-from rankzero import config
 from rankzero.cli import launch_run, options
 from rankzero.cli.commands import search
 from rankzero.cli.commands.resume import RECORDER_SECONDS, class_of
@@ -19,7 +18,7 @@ from rankzero.cli.submit import clusters
 from rankzero.errors import FAILED, RESUMABLE, RunFailed, UserError
 from rankzero.experiment import Experiment, Goal
 from rankzero.launch import agent
-from rankzero.launch.request import make_folder, with_saved, write_config
+from rankzero.launch.request import make_folder, with_changes, with_saved, write_config
 from rankzero.launch.signals import SignalForwarder
 from rankzero.lightning_module import refuse_new
 from rankzero.mlflow_store import named_runs
@@ -125,7 +124,7 @@ def _new_folder(arguments: argparse.Namespace, experiment: Experiment, plan: Pla
 
 def _parts(arguments: argparse.Namespace, plan: Plan, experiment: Experiment) -> list[_Part]:
     """Return the runs to train. Raises UserError and ConfigError for a value that cannot be."""
-    changed = [(one, config.override(experiment, one.settings)) for one in plan]
+    changed = [(one, with_changes(experiment, one.settings)) for one in plan]
     return [(one, own, launch_run.topology_of(arguments, own.train)) for one, own in changed]
 
 
