@@ -544,6 +544,9 @@ def test_name_that_a_server_has_is_known_to_every_verb(
     for verb in ("report", "doctor", "logs", "sync"):
         code, output = here(verb, "Ada's best")
         assert code == 0, output
+    folder.config.write_text("lr: 0.1\n")
+    assert "here does not record an experiment file" in here("resume", "Ada's best")[1]
+    assert "Ada's best has no model in MLflow" in here("register", "Ada's best", "model")[1]
     code, output = here("delete", "Ada's best", "--yes")
     assert code == 0 and names(root) == set(), output
     assert here("delete", "--restore", "Ada's best")[0] == 0 and names(root) == {"here"}

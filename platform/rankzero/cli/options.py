@@ -17,7 +17,7 @@ from rankzero.launch import machines
 from rankzero.launch.machines import ALONE, Machines
 from rankzero.launch.request import with_changes
 from rankzero.lightning_module import refuse_new
-from rankzero.mlflow_store import drivers, limits, uris
+from rankzero.mlflow_store import drivers, limits, named_runs, uris
 from rankzero.mlflow_store.items import DESCRIPTION
 from rankzero.mlflow_store.patience import A_DAY, WAIT, seconds
 from rankzero.redaction.text import NOTIFY, settings_without_secrets, text_without_secrets
@@ -327,8 +327,9 @@ def experiment_name(arguments: argparse.Namespace) -> str:
 def store_of_absent_run(arguments: argparse.Namespace) -> str:
     """Return where to look for a run that is not on this disk. Raises UserError without a store."""
     uri = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
-    embedded = uri == uris.default_tracking_uri(arguments.dir)
-    if embedded and not (arguments.dir / uris.DATABASE).exists():
+    embedded, runs = uri == uris.default_tracking_uri(arguments.dir), arguments.dir / "runs"
+    server = named_runs.server_of(runs) if embedded and not arguments.tracking_uri else None
+    if embedded and not server and not (arguments.dir / uris.DATABASE).exists():
         # It raises, and names the newest runs.
-        lookup.require(arguments.dir / "runs", arguments.run_name)
-    return uri
+        lookup.require(runs, arguments.run_name)
+    return server or uri

@@ -25,7 +25,7 @@ def find(
     has the run.
     """
     found = lookup.find(runs, name_or_id, among_deleted=among_deleted, strict=strict)
-    server = None if found or is_offline() else _server(runs)
+    server = None if found or is_offline() else server_of(runs)
     if server is None:
         return found
     from rankzero.mlflow_store.client import MlflowRuns
@@ -54,7 +54,7 @@ def require(runs: Path, name_or_id: str, *, among_deleted: bool = False) -> RunF
     return found or lookup.require(runs, name_or_id, among_deleted=among_deleted)
 
 
-def _server(runs: Path) -> str | None:
+def server_of(runs: Path) -> str | None:
     """Return the server of the environment, else of the newest run here; None without one."""
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
