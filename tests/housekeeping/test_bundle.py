@@ -249,6 +249,9 @@ def test_import_that_was_killed_is_continued(
     def die(*_: object) -> None:
         raise KeyboardInterrupt
 
+    with monkeypatch.context() as patched:
+        patched.setattr(sync, "deliver", lambda _: None)  # a store that does not answer
+        assert main(["import", str(file), "--dir", str(theirs)]) == 1
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(bundle, "_deliver_what_mlflow_had", die)
         bundle.read(file, theirs / "runs", uri, offline=False)

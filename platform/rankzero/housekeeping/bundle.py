@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankzero import scalars
 from rankzero.catalog import command_lines, deleted, lookup
-from rankzero.errors import UserError
+from rankzero.errors import RunFailed, UserError
 from rankzero.events import Evaluated, StepsLogged
 from rankzero.housekeeping import download
 from rankzero.housekeeping.deletion import parts
@@ -188,7 +188,7 @@ def read(
     """Unpack a bundle, and deliver the run to a store. A second call continues a killed one.
 
     Executes nothing of the file. `notice` gets what the store refuses. Raises UserError if it is no
-    bundle, or if a run has a name of it.
+    bundle, or if a run has a name of it, and RunFailed if the store does not take all.
     """
     make_root(runs.parent)
     aside = removal.workplace(runs, "import")
@@ -213,9 +213,9 @@ def read(
             sync.deliver(folders[0])
             found = delivery_status.combined_status(folders[0])
             if not found.complete:
-                raise UserError(
-                    f"MLflow lacks a part of {named[0]} ({found.error or 'no answer'}): import it "
-                    "again later, which continues"
+                raise RunFailed(
+                    f"MLflow lacks a part of {named[0]} ({found.error or 'no answer'}): give the "
+                    "same command again later"
                 )
             for folder in late:
                 _deliver_what_mlflow_had(folder, aside / _MLFLOW / folder.path.name, notice)
@@ -229,7 +229,7 @@ def copy(folder: RunFolder, tracking_uri: str, notice: Callable[[str], object] =
     """Deliver a run and its children to another store; return the run's id there.
 
     The run stays as it is. A second call delivers what is missing, and sets the tags again.
-    `notice` gets what the store refuses. Raises UserError.
+    `notice` gets what the store refuses. Raises UserError, RunFailed.
     """
     if tracking_uri == folder.identity.tracking_uri:
         raise UserError(f"{folder.path.name} is in that store: name another one")
