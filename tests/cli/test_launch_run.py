@@ -203,6 +203,25 @@ def test_stopped_run_does_not_wait_long_for_a_server_that_is_away(
     assert not launch_run.stops_waiting([], 0.0)(), "nothing stopped the run"
 
 
+def test_signals_end_the_wait_of_a_finished_search_and_not_the_command(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANKZERO_WAIT_DELIVERY", "60")
+
+    def wait(
+        of: RunFolder, enough: Callable[[delivery_status.Delivery], bool]
+    ) -> delivery_status.Delivery:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert enough(delivery_status.status(of))
+        return delivery_status.status(of)
+
+    monkeypatch.setattr(delivery_status, "wait", wait)
+    delivery_notes.print_delivery(folder, offline=False)
+    assert "(the command was stopped); it lacks" in " ".join(capsys.readouterr().out.split())
+    assert delivery_notes.exit_code(folder) == 74
+
+
 def test_best_model_gets_the_time_that_the_delivery_left(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@
     running                               is forwarded: the first asks to stop, a second one ends
     ended                                 is kept in `received`, for the wait for the delivery
 
-Signal handlers of the package: `SignalForwarder` (launcher and trial host),
+Signal handlers of the package: `SignalForwarder` (launcher, trial host, a wait for MLflow),
 `training.stop.handle_signals` (workers), `cli.main.command` (ignores signals on the way out;
 as a container's first process, SIGTERM ends it), `cli.commands.ui` (ends the server),
 `cli.commands.search` (SIGTERM acts as Ctrl-C, also for `probe`, `compare` and `profile`),

@@ -9,6 +9,7 @@ from pathlib import Path
 from rankzero.catalog import command_lines, lookup
 from rankzero.cli.display.terminal import print_line
 from rankzero.errors import FINISHED, NOT_DELIVERED
+from rankzero.launch.signals import SignalForwarder
 from rankzero.mlflow_store.patience import patience
 from rankzero.reporting.delivery_problems import UNDELIVERED
 from rankzero.run_store import disk, run_locks
@@ -52,9 +53,16 @@ def _kept(folder: RunFolder) -> str:
 
 
 def print_delivery(
-    folder: RunFolder, *, offline: bool, hurried: Callable[[], bool] = lambda: False
+    folder: RunFolder, *, offline: bool, hurried: Callable[[], bool] | None = None
 ) -> None:
-    """Wait for the delivery of a search, a comparison or a repeat; print what it lacks."""
+    """Wait for the delivery of a search, a comparison or a repeat; print what it lacks.
+
+    Without `hurried`, Ctrl-C and other signals end the wait, and not the command. Main thread only.
+    """
+    if hurried is None:
+        with SignalForwarder() as signals:
+            print_delivery(folder, offline=offline, hurried=lambda: bool(signals.received))
+        return
     if offline:
         delivery_status.wait_for_recorder(folder, hurried)
         print_note(offline_note(folder))
