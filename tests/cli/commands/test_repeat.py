@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import signal
+import time
+from pathlib import Path
 
 import pytest
 
 from rankzero.catalog.lookup import mlflow_id
+from rankzero.cli.commands import repeat
 from rankzero.confidence import half_width
+from rankzero.launch.signals import SignalForwarder
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store.folder import RunFolder
+from rankzero.tracking import delivery_status
+from rankzero.training.checkpoints import best_model
 from support.commands import TINY, Command, last_end, losses, starts
 from support.runs import make_folder
 from support.stores import mlflow_runs
@@ -115,6 +121,27 @@ def test_a_run_of_the_same_name_is_no_part_of_a_repeat(rankzero: Command) -> Non
     code, output = rankzero("repeat", TINY, "--offline", "--run-name", "r", "--seeds", 2)
     assert code == 2 and "there is a run 'r-seed1' already, which is no part of" in output, output
     assert [run.path.name for run in rankzero.runs] == ["r-seed1"], "nothing is written"
+
+
+def test_all_best_models_share_one_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0.3")
+    parent, tried = make_folder(tmp_path, name="r"), list[float]()
+    for name in ("r-seed0", "r-seed1", "r-seed2"):
+        make_folder(tmp_path, name=name, parent="r").late_model.touch()
+        parent.add_child(name)
+    done = delivery_status.status(parent)._replace(done=True)
+    monkeypatch.setattr(delivery_status, "status", lambda _: done)
+
+    def log(_folder: RunFolder, _notice: object, _hurried: object, seconds: float) -> None:
+        tried.append(seconds)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(best_model, "log_best", log)
+    repeat._deliver(parent, SignalForwarder(), offline=False)
+    assert len(tried) == 2 and tried[1] < 0.15
+    assert "best models that MLflow lacks: 3; " in capsys.readouterr().out
 
 
 def test_each_mistake_gets_one_message(rankzero: Command) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import time
 from collections.abc import Sequence
 
 from rankzero.cli import launch_run, options
@@ -204,16 +205,20 @@ def _print(name: str, found: Sequence[RunResult], goal: Goal) -> None:
 
 
 def _deliver(folder: RunFolder, forwarder: SignalForwarder, *, offline: bool) -> None:
-    """Wait until MLflow has all runs, and log their best models."""
+    """Wait until MLflow has all runs, and log their best models, all within `patience`."""
     from rankzero.training.checkpoints import best_model
 
+    until = time.monotonic() + patience().seconds
     hurried = launch_run.stops_waiting(forwarder.received)
     delivery_notes.print_delivery(folder, offline=offline, hurried=hurried)
     # A run that MLflow lacks keeps its mark, for `rankzero sync`.
     late = [child for child in folder.children if child.late_model.exists() and not offline]
     for child in late:
-        if delivery_status.status(child).done and not hurried():
-            seconds = patience().seconds
+        seconds = until - time.monotonic()
+        if delivery_status.status(child).done and not hurried() and seconds > 0:
             best_model.log_best(child, delivery_notes.print_note, hurried, seconds)
+    if left := sum(child.late_model.exists() for child in late):
+        again = command(folder.root, "sync", folder.path.name)
+        delivery_notes.print_note(f"best models that MLflow lacks: {left}; {again}")
     again = command(folder.root, "report", folder.path.name)
     print(f"look:  {look(folder)}   again: {again}", flush=True)
