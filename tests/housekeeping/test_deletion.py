@@ -521,6 +521,26 @@ def test_a_dead_server_hides_no_deletion_of_another_store(
     assert output.count("127.0.0.1:9 does not answer") == 1 and "kept" not in output, output
 
 
+def test_prune_keeps_the_best_of_the_runs_that_their_server_still_has(
+    root: Path, here: Here, server: Server
+) -> None:
+    for name, value in (("leaked", 1.0), ("good", 0.9), ("bad", 0.1)):
+        folder = make_folder(root, server.uri, name=name)
+        start = started(**{"goal.mode": "max", "goal.metric": "val/accuracy"})
+        append(folder, start, ended(metrics={"best": value}))
+        assert sync.deliver(folder).complete
+    leaked = RunFolder(root / "runs" / "leaked")
+    MlflowRuns(server.uri).deletion.delete(mlflow_id(leaked) or "")
+    # A server that is off is asked once for all of its runs.
+    for name in ("a", "b"):
+        off = make_folder(root, "http://127.0.0.1:9", name=name, mlflow_run_id="1" * 32)
+        append(off, started(), ended())
+    code, output = here("prune", "--keep-best", 1, "--yes", "--discard-undelivered")
+    assert code == 0 and names(root) == {"good", "a", "b"}, output
+    assert names(root, among_deleted=True) == {"leaked", "bad"}
+    assert output.count("127.0.0.1:9 does not answer") == 1 and "kept" not in output, output
+
+
 def test_list_rounds_a_param_and_json_does_not(root: Path, here: Here) -> None:
     append(make_folder(root, name="one"), started(lr="0.004242640687119286"), ended())
     assert "0.004243" in here("runs", "lr>0")[1] and "0.0042426" not in here("runs", "lr>0")[1]

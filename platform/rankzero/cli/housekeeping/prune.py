@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     runs, keeper = arguments.dir / "runs", Housekeeper(arguments.discard_undelivered)
     if not arguments.dry_run and (left := removal.tidy(runs)):
         print(f"freed {size_text(left)} that a killed command left")
-    known = _deleted(keeper, runs, arguments.dry_run) if arguments.deleted else lookup.listed(runs)
+    known = _known(keeper, runs, deleted=arguments.deleted, dry_run=arguments.dry_run)
     chosen = _chosen(known, best, age, arguments.experiment)
     able = [one.folder for one in chosen if _may_go(keeper, one)]
     if not able:
@@ -57,9 +57,13 @@ def run(arguments: argparse.Namespace) -> int:
     return remove(keeper, able, yes=arguments.yes)
 
 
-def _deleted(keeper: Housekeeper, runs: Path, dry_run: bool) -> list[Summary]:
-    """Return the deleted runs, as their servers have them now. A dry run changes no mark."""
-    gone, others = lookup.listed(runs, among_deleted=True), lookup.listed(runs)
+def _known(keeper: Housekeeper, runs: Path, *, deleted: bool, dry_run: bool) -> list[Summary]:
+    """Return the runs that are deleted, or the others, as their servers have them now.
+
+    A dry run changes no mark.
+    """
+    gone = lookup.listed(runs, among_deleted=True) if deleted else []
+    others = lookup.listed(runs)
     asked = [one for one in gone if one.folder.deleted.exists()]
     asked += [one for one in others if not one.lives]
     changed, errors = keeper.changed_on_servers(one.folder for one in asked)
@@ -77,7 +81,7 @@ def _deleted(keeper: Housekeeper, runs: Path, dry_run: bool) -> list[Summary]:
         else:
             mark(one.folder)
     found = [one for one in gone if one.folder.path.name not in changed]
-    found += [one for one in others if one.folder.path.name in changed]
+    found += [one for one in others if (one.folder.path.name in changed) == deleted]
     return [
         one
         for one in found
