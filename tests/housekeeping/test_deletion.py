@@ -405,6 +405,32 @@ def test_prune_does_not_blame_mlflow_for_an_error_of_the_disk(root: Path, here: 
     assert "kept: one: IsADirectoryError" in output and "MLflow" not in output, output
 
 
+def test_files_go_after_the_locks_that_a_network_file_system_would_keep(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, opened = finished(root, "one"), list[str]()
+
+    def look(runs: Path) -> int:
+        links = list(Path("/proc/self/fd").iterdir())
+        opened.extend(str(link.readlink()) for link in links if link.is_symlink())
+        return tidy(runs)
+
+    tidy, keeper = removal.tidy, Housekeeper()
+    monkeypatch.setattr(removal, "tidy", look)
+    keeper.delete(folder)
+    assert keeper.free(folder) and opened and not any("removed-" in path for path in opened)
+    assert not list((root / "runs" / ".leftovers").iterdir())
+
+
+def test_leftover_that_cannot_go_is_not_freed(root: Path) -> None:
+    (root / "runs" / ".leftovers").mkdir(parents=True)
+    (root / "elsewhere").mkdir()
+    (root / "elsewhere" / "file").write_text("text")
+    # As of a trial's folder that was moved to another disk.
+    (root / "runs" / ".leftovers" / "removed-1").symlink_to(root / "elsewhere")
+    assert removal.tidy(root / "runs") == 0 and (root / "elsewhere" / "file").exists()
+
+
 def test_study_that_is_searched_stays(root: Path) -> None:
     study = finished(root, "study")
     finished(root, "study-t00", deliver=False, parent="study")

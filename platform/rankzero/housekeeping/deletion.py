@@ -147,6 +147,7 @@ class Housekeeper:
                 if store is not None and store.is_local:
                     store.erase(run_id)
                 removal.remove(one)
+        removal.tidy(folder.path.parent)
         return True
 
     def changed_on_servers(

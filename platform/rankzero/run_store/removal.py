@@ -47,18 +47,16 @@ def workplace(runs: Path, kind: str) -> Path:
 
 
 def remove(folder: RunFolder) -> None:
-    """Remove a run's folder. The caller holds the run's locks, and MLflow's part is gone.
+    """Make a run's folder a leftover. The caller holds the run's locks, and MLflow's part is gone.
 
-    A kill leaves the run, or a leftover.
+    The caller gives the locks back and calls `tidy`: NFS removes no folder with an open file.
     """
-    leftover = workplace(folder.path.parent, "removed")
-    folder.path.rename(leftover)
+    folder.path.rename(workplace(folder.path.parent, "removed"))
     disk.sync(folder.path.parent)
-    shutil.rmtree(leftover)
 
 
 def tidy(runs: Path) -> int:
-    """Remove what killed removals and imports left; return its bytes."""
+    """Remove what removals and killed imports left; return the bytes that this freed."""
     freed = 0
     with contextlib.suppress(FileNotFoundError):
         for left in (runs / _LEFTOVERS).iterdir():
@@ -66,5 +64,7 @@ def tidy(runs: Path) -> int:
                 age = time.time() - left.stat().st_mtime
                 if left.name.startswith("removed-") or age > _ABANDONED_SECONDS:
                     freed += size([left])
-                    shutil.rmtree(left)
+                    # What cannot go stays a leftover. Another process may remove it now, too.
+                    shutil.rmtree(left, ignore_errors=True)
+                    freed -= size([left])
     return freed
