@@ -24,6 +24,7 @@ from rankzero.events import Event
 from rankzero.housekeeping.deletion import Housekeeper, alone, mark
 from rankzero.mlflow_store import uris
 from rankzero.mlflow_store.client import MlflowRuns
+from rankzero.mlflow_store.client.deletion import MlflowDeletion
 from rankzero.run_store import removal, run_locks
 from rankzero.run_store.attempt import sole_launcher
 from rankzero.run_store.folder import RunFolder
@@ -565,6 +566,39 @@ def test_prune_keeps_the_best_of_the_runs_that_their_server_still_has(
     assert code == 0 and names(root) == {"good", "a", "b"}, output
     assert names(root, among_deleted=True) == {"leaked", "bad"}
     assert output.count("127.0.0.1:9 does not answer") == 1 and "kept" not in output, output
+
+
+def study_on(server: Server, root: Path) -> tuple[RunFolder, list[str]]:
+    """A study with a trial, delivered, and their ids there."""
+    study = make_folder(root, server.uri, name="study")
+    trial = make_folder(root, server.uri, name="study-t00", parent="study")
+    study.add_child("study-t00")
+    for folder in (trial, study):
+        append(folder, started(), ended())
+    assert sync.deliver(study).complete
+    return study, [mlflow_id(folder) or "" for folder in (study, trial)]
+
+
+def test_study_on_a_server_is_deleted_as_a_whole(
+    root: Path, here: Here, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study, ids = study_on(server, root)
+    deletion, delete = MlflowRuns(server.uri).deletion, MlflowDeletion.delete
+    calls = list[str]()
+
+    def fails_once(store: MlflowDeletion, run_id: str) -> None:
+        calls.append(run_id)
+        if len(calls) == 2:
+            raise ConnectionError("the server has gone")
+        delete(store, run_id)
+
+    monkeypatch.setattr(MlflowDeletion, "delete", fails_once)
+    code, output = here("delete", "study", "--yes")
+    assert code == FAILED and "kept: study: " in output and "study" in names(root), output
+    assert here("delete", "study", "--yes")[0] == 0 and set(ids) <= deletion.deleted()
+    deletion.restore(ids[1])  # as if somebody had deleted the study alone, in MLflow's UI
+    assert here("prune", "--deleted", "--yes")[0] == 0 and not study.path.exists()
+    assert set(ids) <= deletion.deleted()
 
 
 def test_list_rounds_a_param_and_json_does_not(root: Path, here: Here) -> None:

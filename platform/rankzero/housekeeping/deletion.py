@@ -100,8 +100,8 @@ class Housekeeper:
             why = self._loss(folder) if unused else "another process uses it"
             if why is not None:
                 raise UserError(why)
-            # The run first: its children are hidden with it, whatever happens next.
-            for one in parts(folder):
+            # The run last: until then the same call finds it, and continues.
+            for one in reversed(parts(folder)):
                 store, run_id = self._in_mlflow(one)
                 if store is not None:
                     store.delete(run_id)
@@ -144,8 +144,9 @@ class Housekeeper:
                 removal.remove(one)
             for one in reversed(parts(folder)):
                 store, run_id = self._in_mlflow(one)
-                if store is not None and store.is_local:
-                    store.erase(run_id)
+                if store is not None:
+                    # On a server, somebody may have deleted the run alone.
+                    (store.erase if store.is_local else store.delete)(run_id)
                 removal.remove(one)
         removal.tidy(folder.path.parent)
         return True
