@@ -601,6 +601,17 @@ def test_study_on_a_server_is_deleted_as_a_whole(
     assert set(ids) <= deletion.deleted()
 
 
+def test_study_that_was_deleted_on_its_server_is_restored_with_its_trials(
+    root: Path, here: Here, server: Server
+) -> None:
+    _, ids = study_on(server, root)
+    deletion = MlflowRuns(server.uri).deletion
+    for run_id in ids:
+        deletion.delete(run_id)
+    assert here("prune", "--deleted")[0] == 2 and not names(root)
+    assert here("delete", "--restore", "study")[0] == 0 and names(root) == {"study", "study-t00"}
+
+
 def test_list_rounds_a_param_and_json_does_not(root: Path, here: Here) -> None:
     append(make_folder(root, name="one"), started(lr="0.004242640687119286"), ended())
     assert "0.004243" in here("runs", "lr>0")[1] and "0.0042426" not in here("runs", "lr>0")[1]

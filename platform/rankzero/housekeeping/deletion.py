@@ -112,14 +112,14 @@ class Housekeeper:
         """Bring a deleted run and its children back. Raises UserError if MLflow erased it."""
         for one in reversed(parts(folder)):
             store, run_id = self._in_mlflow(one)
-            there = store is None or store.restore(run_id)
-            if one == folder and not there:
+            if store is None or store.restore(run_id):
+                one.deleted.unlink(missing_ok=True)
+            elif one == folder:
                 command = command_lines.line(folder.root, "prune", "--deleted")
                 raise UserError(
                     f"MLflow has erased {folder.path.name}; its folder {folder.path} stays until "
                     f"`{command}`"
                 )
-        folder.deleted.unlink(missing_ok=True)
 
     def free(self, folder: RunFolder) -> bool:
         """Erase a deleted run and its children, here and in a local store.
