@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow.exceptions import MlflowException
 
 from rankzero.events import CheckpointSaved, RunStarted
 from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 from rankzero.mlflow_store.client.artifact_locations import _ArtifactLocation
 from rankzero.mlflow_store.items import MetricPoint
-from rankzero.mlflow_store.uris import RunGone, TrackingError
+from rankzero.mlflow_store.uris import NoSuchRun, RunGone, TrackingError
 from rankzero.permanent_errors import refusal
 from rankzero.run_store.folder import Identity, RunFolder
 from support.runs import T0, ended, make_folder, saved, started
@@ -346,6 +347,20 @@ def test_a_dead_server_is_not_a_refusal() -> None:
     with pytest.raises(Exception, match="failed with exception") as raised:
         MlflowRuns("http://127.0.0.1:9").find_run("anything")
     assert refusal(raised.value) is None  # type: ignore[arg-type]
+
+
+def test_a_server_that_fails_once_is_not_a_missing_run(
+    tracker: MlflowRuns, run: RunRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: str) -> None:
+        raise MlflowException("502 Bad Gateway")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tracker._client, "get_run", fail)
+        with pytest.raises(MlflowException, match="502"):
+            tracker.find_run(run.run_id)
+    with pytest.raises(NoSuchRun):
+        tracker.find_run("no/such run")
 
 
 def test_the_error_for_a_deleted_experiment_names_the_command(

@@ -201,9 +201,12 @@ class MlflowRuns:
 
         `experiment`: the only MLflow experiment in which a name is looked for.
         """
-        # MLflow refuses what is not a run's id.
-        with contextlib.suppress(MlflowException):
+        try:
             return RunRecord.of(self._run(name_or_id))
+        except MlflowException as error:
+            # MLflow refuses what is not a run's id.
+            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                raise
         known = all_found(self._client.search_experiments)
         experiments = [one.experiment_id for one in known if experiment in (None, one.name)]
         found = self._newest(experiments, _named(name_or_id))
