@@ -442,6 +442,17 @@ def test_hostile_archive_is_refused_as_a_whole(tmp_path: Path, name: str, mode: 
     assert not (tmp_path / "evil").exists() and not Path("/tmp/evil").exists()
 
 
+def test_run_of_a_bundle_is_not_its_own_parent(tmp_path: Path) -> None:
+    file = tmp_path / "evil.zip"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("bundle.json", json.dumps({"version": 1, "runs": ["a", "b"]}))
+        for name, parent in (("a", "a"), ("b", "b")):
+            folder = make_folder(tmp_path / "x", name=name, parent=parent)
+            archive.write(folder.path / "run.json", f"runs/{name}/run.json")
+    found = bundle.read(file, tmp_path / "runs", "sqlite:///x.db", offline=True)
+    assert found.identity.parent is RunFolder(tmp_path / "runs" / "b").identity.parent is None
+
+
 def test_damaged_archive_is_one_message(roots: tuple[Path, Path], tmp_path: Path) -> None:
     mine, theirs = roots
     file = tmp_path / "s.zip"

@@ -354,7 +354,7 @@ def _place(unpacked: Path, folder: RunFolder, tracking_uri: str, named: list[str
         experiment_file=download.file_here(file, folder.root),
         project_dir=str(Path.cwd()),
         # A child that was exported alone stands alone: it would wait for its parent for ever.
-        parent=read.parent if read.parent in named else None,
+        parent=read.parent if read.parent == named[0] != read.name else None,
     )
     RunFolder(unpacked).write_identity(identity)
     (unpacked / _UNFINISHED).touch()
