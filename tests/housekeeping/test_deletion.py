@@ -199,6 +199,16 @@ def test_run_that_is_launched_stays(root: Path, here: Here) -> None:
     assert "lacks samples of node 1" in here("delete", "one", "--yes")[1]
 
 
+def test_part_of_a_helping_machine_is_deleted_once_it_is_delivered(root: Path, here: Here) -> None:
+    folder = make_folder(root, uris.default_tracking_uri(root), name="one")
+    folder.system(1).write_text("{}\n")
+    output = here("delete", "one", "--yes")[1]
+    assert "MLflow lacks samples of node 1: " in output, output
+    folder.system(1).write_text("")
+    assert here("delete", "one", "--yes")[0] == here("prune", "--deleted", "--yes")[0] == 0
+    assert not folder.path.exists()
+
+
 def test_run_that_somebody_wants_back_while_prune_asks_stays(root: Path) -> None:
     one, two = finished(root, "one", deliver=False), finished(root, "two")
     keeper, record = Housekeeper(discard_undelivered=True), store(root).find_run("two")

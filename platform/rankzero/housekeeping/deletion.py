@@ -260,6 +260,7 @@ def _undelivered(folder: RunFolder) -> str:
     late = ["the best model"] if any(one.late_model.exists() for one in parts(folder)) else []
     for one in parts(folder):
         late += [f"samples of node {node}" for node in delivery_state.late_nodes(one)]
-    if not (found.pending or late or found.run_id is None):
-        return ""
+    # The machine of rank 0 delivers the rest.
+    if folder.is_elsewhere or not (found.pending or late or found.run_id is None):
+        return ", ".join(late)
     return ", ".join([*found.lacks, *late]) or "the whole run"

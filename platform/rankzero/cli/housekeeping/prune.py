@@ -107,7 +107,9 @@ def _chosen(
     Children go with their run. One that is deleted alone looks like one of a run that was deleted
     and restored in MLflow's UI.
     """
-    ended = [one for one in runs if not (one.lives or one.status == ELSEWHERE or one.parent)]
+    others = [one for one in runs if not (one.lives or one.parent)]
+    # A run of another machine may still train there, unless somebody deleted it here.
+    ended = [one for one in others if one.status != ELSEWHERE or one.folder.deleted.exists()]
     rivals: dict[tuple[str, ...], list[Summary]] = defaultdict(list)
     for one in ended:
         if one.best is not None and one.best == one.best:
