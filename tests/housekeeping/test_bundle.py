@@ -132,6 +132,18 @@ def test_copy_is_the_same_run_in_another_store(
         bundle.copy(folder, uris.default_tracking_uri(mine))
 
 
+@pytest.mark.parametrize(
+    ("to", "why"),
+    [("http://127.0.0.1:9/", "is in that store"), ("team:5000", "write http://team:5000")],
+)
+def test_copy_checks_its_address(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str, why: str
+) -> None:
+    make_folder(tmp_path, "http://127.0.0.1:9", name="one")
+    assert main(["copy", "one", "--to", to, "--dir", str(tmp_path)]) == 2
+    assert why in capsys.readouterr().err
+
+
 def test_copy_that_was_continued_in_the_other_store_is_left_alone(
     roots: tuple[Path, Path],
 ) -> None:
