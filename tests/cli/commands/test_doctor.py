@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.server
 import json
 import socket
@@ -77,6 +78,14 @@ def test_shared_memory_that_is_full(tmp_path: Path) -> None:
 def test_damaged_database(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_bytes(b"not a database" * 100)
     assert "not a database" in str(doctor.tracking_store(tmp_path).fix)
+
+
+def test_database_that_is_in_use_is_not_damaged(tmp_path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        database.execute("CREATE TABLE runs (id INTEGER)")
+        database.execute("BEGIN EXCLUSIVE")
+        fix = str(doctor.tracking_store(tmp_path, timeout=0.01).fix)
+    assert "database is locked: try again" in fix and "damaged" not in fix
 
 
 def test_sound_database(tmp_path: Path) -> None:

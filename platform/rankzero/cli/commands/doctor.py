@@ -119,7 +119,7 @@ def tracking_store(root: Path, tracking_uri: str | None = None, timeout: float =
         uri = uris.resolve_tracking_uri(tracking_uri, os.environ, root)
         shown = url_without_secrets(uri)
         if (path := uris.sqlite_path(uri)) is not None:
-            note = _check_sqlite(path)
+            note = _check_sqlite(path, timeout)
         elif uri.startswith(("http://", "https://")):
             note = _check_server(url_without_secrets(uri), timeout)
             if not note:
@@ -133,15 +133,17 @@ def tracking_store(root: Path, tracking_uri: str | None = None, timeout: float =
         return Check("tracking store", shown, url_without_secrets(str(error)))
 
 
-def _check_sqlite(path: Path) -> str:
-    """Return a note on a sound database. Raises RuntimeError for a damaged one."""
+def _check_sqlite(path: Path, timeout: float) -> str:
+    """Return a note on a sound database. Raises RuntimeError for another one."""
     if not path.exists():
         return " (made by the first run)"
     try:
         # Read-only, so that a check never creates or repairs a database.
         address = f"{path.absolute().as_uri()}?mode=ro"
-        with contextlib.closing(sqlite3.connect(address, uri=True)) as database:
+        with contextlib.closing(sqlite3.connect(address, timeout, uri=True)) as database:
             (answer,) = database.execute("PRAGMA quick_check").fetchone()
+    except sqlite3.OperationalError as error:  # as a lock
+        raise RuntimeError(f"{error}: try again, or get the right to read {path}") from error
     except sqlite3.Error as error:
         answer = str(error)
     if answer != "ok":
