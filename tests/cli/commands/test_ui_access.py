@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import http.client
 import http.server
 import json
@@ -20,11 +21,16 @@ from typing import NamedTuple
 
 import pytest
 
+from rankzero.catalog.lookup import mlflow_id
 from rankzero.cli.commands import ui
 from rankzero.errors import UserError
-from rankzero.mlflow_store import server
+from rankzero.mlflow_store import server, uris
+from rankzero.run_store import delivery_state
+from rankzero.tracking import sync
 from support.commands import Command, command_in, free_port
 from support.paths import SUPPORT
+from support.runs import append, ended, make_folder, started
+from support.stores import copied
 
 BLOCK = os.getpid() % (
     1 << 14
@@ -471,3 +477,19 @@ def test_first_start_creates_the_user_and_later_ones_keep_it(tmp_path: Path) -> 
     assert (tmp_path / "auth.db").read_bytes() == b"users"
     with pytest.raises(UserError, match="at least 12"):
         server.with_users(tmp_path / "new", {server.PASSWORD: "short"})
+
+
+def test_newest_run_is_one_of_the_server_that_is_shown(
+    tmp_path: Path, empty_database: Path
+) -> None:
+    copied(empty_database, tmp_path)
+    own = make_folder(tmp_path, uris.default_tracking_uri(tmp_path), name="own")
+    append(own, started(), ended())
+    assert sync.deliver(own).complete
+    there = make_folder(tmp_path, "http://127.0.0.1:9", name="there")
+    append(there, started(step=5), ended())
+    state = delivery_state.load(delivery_state.path_of(own, 0))
+    state = dataclasses.replace(state, run_id="1" * 32)
+    delivery_state.save(delivery_state.path_of(there, 0), state)
+    link = list(ui._links(tmp_path, "http://x", empty=False))[-1]
+    assert link.startswith("newest run: ") and f"/runs/{mlflow_id(own)}?" in link

@@ -195,7 +195,8 @@ def _links(root: Path, address: str, empty: bool) -> Iterator[str]:
         yield f"runs: {base}/{experiment_id}/runs?{kind}&{saved_view.QUERY}"
     for one in runs:
         state = delivery.load(delivery.path_of(one.folder, 0))
-        if state.run_id and state.experiment_id:
+        # Runs of another server have no name in this store.
+        if one.mlflow_name and state.run_id and state.experiment_id:
             yield f"newest run: {base}/{state.experiment_id}/runs/{state.run_id}?{kind}"
             return
 
