@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import resource
 import shutil
+import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from rankzero.catalog import lookup
+from rankzero.catalog import deleted, lookup
 from rankzero.catalog.lookup import mlflow_id
 from rankzero.cli.housekeeping import delete as delete_command
 from rankzero.cli.main import main
@@ -136,6 +139,33 @@ def test_run_that_mlflow_gc_took_is_not_listed_and_its_disk_is_freed(
     subprocess.run([*gc, "--run-ids", run_id], check=True, capture_output=True)
     assert names(root) == {"two"} and names(root, among_deleted=True) == {"one"}
     assert here("prune", "--deleted", "--yes")[0] == 0 and not one.path.exists()
+
+
+def test_locked_store_does_not_count_as_one_without_deleted_runs(root: Path) -> None:
+    with contextlib.closing(sqlite3.connect(root / "mlflow.db")) as database:
+        database.execute("PRAGMA journal_mode=DELETE")  # as on a network file system
+        database.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(UserError, match=r"locked .*mlflow\.db: try again"):
+            deleted.read_store(root / "runs", seconds=0.01)
+
+
+def test_store_that_one_may_only_read_says_which_runs_are_deleted(root: Path) -> None:
+    store(root).deletion.delete(mlflow_id(finished(root, "one")) or "")
+    is_root = os.geteuid() == 0
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.closing(sqlite3.connect(root / "mlflow.db")) as database:
+            database.execute("VACUUM INTO ?", (f"{folder}/mlflow.db",))
+        with contextlib.closing(sqlite3.connect(f"{folder}/mlflow.db")) as database:
+            database.execute("PRAGMA journal_mode=WAL")
+        Path(folder).chmod(0o555)
+        try:
+            if is_root:
+                os.seteuid(65534)
+            assert len(deleted.read_store(Path(folder, "runs")).deleted) == 1
+        finally:
+            if is_root:
+                os.seteuid(0)
+            Path(folder).chmod(0o755)
 
 
 def test_run_stays_listed_if_the_database_was_lost_or_restored(

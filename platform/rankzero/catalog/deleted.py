@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from rankzero.errors import UserError
 from rankzero.run_store import delivery_state, names
 from rankzero.run_store.attempt import is_written
 from rankzero.run_store.folder import RunFolder
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 Found = TypeVar("Found")
 # As `mlflow_store.uris` has it, a room above this one.
 _STORE = "mlflow.db"
+# As MLflow's client waits.
+_SECONDS = 20.0
 
 
 class StoreRows(NamedTuple):
@@ -36,8 +39,11 @@ class StoreRows(NamedTuple):
     """By the experiment's id: the folder of its artifacts, and when it was made."""
 
 
-def read_store(runs: Path) -> StoreRows:
-    """Return what the embedded store has; nothing if it cannot be read now."""
+def read_store(runs: Path, seconds: float = _SECONDS) -> StoreRows:
+    """Return what the embedded store has; nothing if there is none, or if it is damaged.
+
+    Raises UserError if it is locked for `seconds`.
+    """
     database = _database(runs)
 
     def read(store: sqlite3.Connection) -> StoreRows:
@@ -46,12 +52,14 @@ def read_store(runs: Path) -> StoreRows:
         gone = {run for (run,) in rows}
         return StoreRows(f"sqlite:///{database}", found, gone, _experiments(store))
 
-    return _read(database, read) or StoreRows("", {}, frozenset(), {})
+    return _read(database, read, seconds) or StoreRows("", {}, frozenset(), {})
 
 
 def artifact_folders(runs: Path) -> list[str]:
     """Return where the embedded store has its experiments' artifacts. Every command asks."""
-    return [place for place, _ in (_read(_database(runs), _experiments) or {}).values()]
+    with contextlib.suppress(UserError):
+        return [place for place, _ in (_read(_database(runs), _experiments) or {}).values()]
+    return []
 
 
 def _experiments(store: sqlite3.Connection) -> dict[str, tuple[str, float]]:
@@ -63,15 +71,20 @@ def _database(runs: Path) -> Path:
     return (runs.parent / _STORE).absolute()
 
 
-def _read(database: Path, read: Callable[[sqlite3.Connection], Found]) -> Found | None:
+def _read(
+    database: Path, read: Callable[[sqlite3.Connection], Found], seconds: float = _SECONDS
+) -> Found | None:
     # Importing mlflow would take seconds.
     uri = f"file:{urllib.parse.quote(str(database))}?mode=ro"
-    try:
-        if database.exists():
-            with contextlib.closing(sqlite3.connect(uri, timeout=1.0, uri=True)) as store:
+    # Who may not write its folder reads a database with a write-ahead log only in the second way.
+    for options in ("", "&immutable=1") if database.exists() else ():
+        try:
+            with contextlib.closing(sqlite3.connect(uri + options, seconds, uri=True)) as store:
                 return read(store)
-    except sqlite3.Error as error:
-        log.debug("%s: %s", database, error)
+        except sqlite3.Error as error:
+            if "locked" in str(error):
+                raise UserError(f"another program has locked {database}: try again") from error
+            log.debug("%s: %s", database, error)
     return None
 
 
@@ -87,8 +100,9 @@ def is_hidden(folder: RunFolder) -> bool:
     """Return whether a run or its parent is deleted. A run that lives is never hidden."""
     if is_written(folder):
         return False
-    store, one = read_store(folder.path.parent), folder
-    with contextlib.suppress(names.InvalidRunFolder):
+    # A training starts also if nobody knows.
+    with contextlib.suppress(UserError):
+        store, one = read_store(folder.path.parent), folder
         while True:
             identity = one.identity
             state = delivery_state.load(delivery_state.path_of(one, 0))
