@@ -126,6 +126,19 @@ def test_delete_restore_and_prune(root: Path, here: Here) -> None:
     assert names(root) == {"two"} and here("prune", "--deleted", "--yes")[0] == 0
 
 
+def test_models_that_are_deleted_in_mlflow_go_with_their_run(root: Path) -> None:
+    one, tracker, keeper = finished(root, "one"), store(root), Housekeeper()
+    tracker.models.retire(tracker.models.list_checkpoints(tracker.find_run("one"))[0].model_id)
+    append(one, started(2), saved(one, 7), ended())
+    assert sync.deliver(one).complete
+    (checkpoint,) = tracker.models.list_checkpoints(tracker.find_run("one"))
+    tracker._client.delete_logged_model(checkpoint.model_id)
+    keeper.delete(one)
+    assert keeper.free(one) and not list(root.rglob("state.pt"))
+    with contextlib.closing(sqlite3.connect(root / "mlflow.db")) as database:
+        assert database.execute("SELECT count(*) FROM logged_models").fetchone() == (0,)
+
+
 def test_run_that_mlflow_gc_took_is_not_listed_and_its_disk_is_freed(
     root: Path, here: Here
 ) -> None:

@@ -87,8 +87,8 @@ class MlflowDeletion:
         run = self.record(run_id, among_deleted=True)
         if run is None:
             return
-        for model in self._models.of_run(run):
-            self._models.delete_checkpoint(model.model_id)
+        for model in mlflow_compat.models_of(self._client, run_id):
+            self._locations.of_model(model).delete()
             mlflow_compat.erase(self._client, model_id=model.model_id)
         self._locations.of_run(run_id).delete()
         mlflow_compat.erase(self._client, run_id=run_id)

@@ -166,6 +166,16 @@ def erase(client: Any, *, run_id: str | None = None, model_id: str | None = None
         store._hard_delete_logged_model(model_id)
 
 
+def models_of(client: Any, run_id: str) -> list[Any]:
+    """Return all logged models of a run, also deleted ones. Only a local database can do it."""
+    # MLflow's search leaves out deleted ones, and knows no other way to list them by their run.
+    from mlflow.store.tracking.dbmodels.models import SqlLoggedModel as Row
+
+    with client._tracking_client.store.ManagedSessionMaker() as session:
+        rows = session.query(Row).filter(Row.source_run_id == run_id)
+        return [row.to_mlflow_entity() for row in rows]
+
+
 def scheme_of(location: str) -> str:
     """Return the scheme that MLflow reads in an artifact location, empty for a path."""
     return str(_uri.get_uri_scheme(location))
