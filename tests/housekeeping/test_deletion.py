@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from mlflow.entities.model_registry import ModelVersion
 
 from rankzero.catalog import deleted, lookup
 from rankzero.catalog.lookup import mlflow_id
@@ -28,6 +29,7 @@ from rankzero.housekeeping.deletion import Housekeeper, alone, mark
 from rankzero.mlflow_store import uris
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.mlflow_store.client.deletion import MlflowDeletion
+from rankzero.mlflow_store.client.models import MlflowModels
 from rankzero.run_store import removal, run_locks
 from rankzero.run_store.attempt import sole_launcher
 from rankzero.run_store.folder import RunFolder
@@ -396,6 +398,21 @@ def test_children_go_with_their_run(root: Path, here: Here) -> None:
     assert not names(root)
     assert here("prune", "--deleted", "--yes")[0] == 0
     assert not study.path.exists() and not trial.path.exists()
+
+
+def test_registry_is_read_once_for_a_study(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study, calls, versions = finished(root, "study"), [], MlflowModels.versions
+    finished(root, "study-t00", deliver=False, parent="study")
+    study.add_child("study-t00")
+    assert sync.deliver(study).complete
+
+    def count(models: MlflowModels, ids: set[str]) -> list[ModelVersion]:
+        calls.append(ids)
+        return versions(models, ids)
+
+    monkeypatch.setattr(MlflowModels, "versions", count)
+    # Two runs with a checkpoint each.
+    assert Housekeeper().obstacle(study) is None and [len(ids) for ids in calls] == [4]
 
 
 def test_child_that_was_deleted_alone_in_mlflow_is_restored(root: Path, here: Here) -> None:

@@ -78,7 +78,9 @@ class Housekeeper:
             command = command_lines.line(folder.root, "sync", folder.path.name)
             return f"MLflow lacks {lacks}: {command}, or --discard-undelivered"
         known = [(one, *self._in_mlflow(one)) for one in parts(folder)]
-        versions = [one for _, store, run_id in known if store for one in store.registered(run_id)]
+        versions = list[str]()
+        for store in {one for _, one, _ in known if one is not None}:
+            versions += store.registered([run_id for _, one, run_id in known if one is store])
         if versions:
             return f"its files are registered as {', '.join(versions)}: delete that version first"
         return next((why for found in known if (why := _continued(*found))), None)

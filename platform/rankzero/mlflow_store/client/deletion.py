@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from mlflow import MlflowClient
@@ -64,10 +65,11 @@ class MlflowDeletion:
         self._client.restore_run(run_id)
         return True
 
-    def registered(self, run_id: str) -> list[str]:
-        """Return the versions in the model registry that a run's files are the source of."""
-        run = self.record(run_id, among_deleted=True)
-        ids = {run_id} | ({model.model_id for model in self._models.of_run(run)} if run else set())
+    def registered(self, run_ids: Sequence[str]) -> list[str]:
+        """Return the versions in the model registry that these runs' files are the source of."""
+        found = [self.record(run_id, among_deleted=True) for run_id in run_ids]
+        models = [model for run in found if run for model in self._models.of_run(run)]
+        ids = {*run_ids, *(model.model_id for model in models)}
         return [f"{one.name}/{one.version}" for one in self._models.versions(ids)]
 
     def places(self, run_id: str) -> list[Path]:
