@@ -502,6 +502,16 @@ def test_leftover_that_cannot_go_is_not_freed(root: Path) -> None:
     assert removal.tidy(root / "runs") == 0 and (root / "elsewhere" / "file").exists()
 
 
+def test_copy_that_takes_days_keeps_its_files(root: Path) -> None:
+    for kind, days in (("copy", 3), ("import", 8)):
+        place = removal.workplace(root / "runs", kind)
+        place.mkdir()
+        os.utime(place, (time.time() - 86400 * days,) * 2)
+    removal.tidy(root / "runs")
+    (left,) = (root / "runs" / ".leftovers").iterdir()
+    assert left.name.startswith("copy-")
+
+
 def test_study_that_is_searched_stays(root: Path) -> None:
     study = finished(root, "study")
     finished(root, "study-t00", deliver=False, parent="study")

@@ -15,8 +15,8 @@ from rankzero.run_store.folder import RunFolder
 
 # A folder in the folder of the runs. It has no run.json, so nobody takes it for a run.
 _LEFTOVERS = ".leftovers"
-# An import works there. None takes a day.
-_ABANDONED_SECONDS = 86400.0
+# An import or a copy works there, and an upload changes nothing in the folder. None takes a week.
+_ABANDONED_SECONDS = 7 * 86400.0
 
 
 def size(folders: Iterable[Path]) -> int:
