@@ -268,6 +268,15 @@ def test_run_that_somebody_wants_back_while_prune_asks_stays(root: Path) -> None
     assert two.checkpoints.exists()
 
 
+def test_run_that_is_erased_now_is_not_restored(root: Path) -> None:
+    folder, keeper = finished(root, "one"), Housekeeper()
+    keeper.delete(folder)
+    with alone(folder), pytest.raises(UserError, match="erases or delivers one: try again"):
+        keeper.restore(folder)
+    keeper.restore(folder)
+    assert names(root) == {"one"}
+
+
 def test_run_that_is_resumed_while_delete_asks_stays(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -111,17 +111,23 @@ class Housekeeper:
                     mark(folder)
 
     def restore(self, folder: RunFolder) -> None:
-        """Bring a deleted run and its children back. Raises UserError if MLflow erased it."""
-        for one in reversed(parts(folder)):
-            store, run_id = self._in_mlflow(one)
-            if store is None or store.restore(run_id):
-                one.deleted.unlink(missing_ok=True)
-            elif one == folder:
-                command = command_lines.line(folder.root, "prune", "--deleted")
-                raise UserError(
-                    f"MLflow has erased {folder.path.name}; its folder {folder.path} stays until "
-                    f"`{command}`"
-                )
+        """Bring a deleted run and its children back.
+
+        Raises UserError if MLflow erased it, or if `free` or a delivery uses it now.
+        """
+        with alone(folder) as unused:
+            if not (unused or is_written(folder) or run_locks.has_live_recorder(folder)):
+                raise UserError(f"another process erases or delivers {folder.path.name}: try again")
+            for one in reversed(parts(folder)):
+                store, run_id = self._in_mlflow(one)
+                if store is None or store.restore(run_id):
+                    one.deleted.unlink(missing_ok=True)
+                elif one == folder:
+                    command = command_lines.line(folder.root, "prune", "--deleted")
+                    raise UserError(
+                        f"MLflow has erased {folder.path.name}; its folder {folder.path} stays "
+                        f"until `{command}`"
+                    )
 
     def free(self, folder: RunFolder) -> bool:
         """Erase a deleted run and its children, here and in a local store.
