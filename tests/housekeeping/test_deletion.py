@@ -538,6 +538,15 @@ def test_study_that_is_searched_stays(root: Path) -> None:
     assert not study.path.exists()
 
 
+def test_study_with_a_trial_on_another_disk_stays(root: Path) -> None:
+    study = make_folder(root, name="study")
+    trial = make_folder(root, name="study-t00", parent="study")
+    study.add_child("study-t00")
+    trial.path.rename(root / "elsewhere")
+    trial.path.symlink_to(root / "elsewhere")
+    assert "study-t00 is a link" in str(Housekeeper(discard_undelivered=True).obstacle(study))
+
+
 def test_run_that_is_not_a_child_stays(root: Path, here: Here) -> None:
     study, other = finished(root, "study"), finished(root, "other")
     study.add_child("other")

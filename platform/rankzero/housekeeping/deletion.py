@@ -60,8 +60,8 @@ class Housekeeper:
 
     def obstacle(self, folder: RunFolder) -> str | None:
         """Return why this run stays, or None."""
-        if folder.path.is_symlink():
-            return "its folder is a link: delete the folder that it leads to yourself"
+        if links := [one.path.name for one in parts(folder) if one.path.is_symlink()]:
+            return f"the folder {links[0]} is a link: delete the folder that it leads to yourself"
         name = folder.identity.name
         if name != folder.path.name:
             return f"its folder is a copy of {name}, or was renamed: MLflow has one run for both"
