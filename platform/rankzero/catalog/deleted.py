@@ -76,7 +76,7 @@ def _read(
 ) -> Found | None:
     # Importing mlflow would take seconds.
     uri = f"file:{urllib.parse.quote(str(database))}?mode=ro"
-    # Who may not write its folder reads a database with a write-ahead log only in the second way.
+    # The second way reads a database with a write-ahead log in a folder that one may not write.
     for options in ("", "&immutable=1") if database.exists() else ():
         try:
             with contextlib.closing(sqlite3.connect(uri + options, seconds, uri=True)) as store:

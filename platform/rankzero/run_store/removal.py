@@ -64,7 +64,7 @@ def tidy(runs: Path) -> int:
                 age = time.time() - left.stat().st_mtime
                 if left.name.startswith("removed-") or age > _ABANDONED_SECONDS:
                     freed += size([left])
-                    # What cannot go stays a leftover. Another process may remove it now, too.
+                    # A file that cannot go stays. Another process may remove the folder now, too.
                     shutil.rmtree(left, ignore_errors=True)
                     freed -= size([left])
     return freed
