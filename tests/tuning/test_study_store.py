@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from optuna.storages import RDBStorage
 from sqlalchemy import create_engine, text
 
 from rankzero.errors import UserError
@@ -19,7 +20,7 @@ from rankzero.search_ranges import LogUniform
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.session import Session
 from rankzero.tuning.study import Study, find_study, open_study
-from rankzero.tuning.study_store import connect_again
+from rankzero.tuning.study_store import connect_again, open_store
 from support.company import SPACE
 from support.fake_launcher import FakeLauncher
 
@@ -81,6 +82,23 @@ def test_a_server_that_restarts_is_asked_again() -> None:
     refusals.append(ValueError("no port"))
     with pytest.raises(ValueError, match="no port"):
         connect_again(dialect, None, [], {})
+
+
+def test_two_searches_may_make_the_same_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"sqlite:///{tmp_path / 'studies.db'}"
+    make_tables = RDBStorage.__init__
+
+    def other_first(*given: Any, **named: Any) -> None:
+        monkeypatch.setattr(RDBStorage, "__init__", make_tables)
+        RDBStorage(url)
+        with create_engine(url).begin() as connection:
+            connection.execute(text("INSERT INTO alembic_version SELECT * FROM alembic_version"))
+
+    monkeypatch.setattr(RDBStorage, "__init__", other_first)
+    with open_store(url) as store:
+        assert store.get_all_studies() == []
 
 
 @pytest.mark.parametrize("tail", [b'{"op_code":2,"worker', b'{"o', b"\0" * 30])

@@ -22,6 +22,7 @@ import optuna
 from optuna.storages.journal import JournalFileBackend
 from sqlalchemy import Dialect, event
 from sqlalchemy.engine import make_url
+from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.orm import scoped_session, sessionmaker
 
 from rankzero.errors import UserError
@@ -32,6 +33,7 @@ from rankzero.tuning.store_locks import FLOCK, journal_of
 _FIRST_OF_A_LINE = b'{"op_code":'
 _LENGTH = len(_FIRST_OF_A_LINE)
 _RESTART_SECONDS, _PAUSE_SECONDS = 60.0, 0.5  # for a server to restart; between two tries
+_MOST_TRIES = 5  # to open a database whose tables another process makes at this moment
 _OF_LIBPQ = ("psycopg2", "psycopg")
 _KEEPALIVES = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4}
 
@@ -69,14 +71,25 @@ def _store(url: str) -> optuna.storages.BaseStorage:
         return optuna.storages.JournalStorage(backend)
     if url.startswith("sqlite"):
         # Seconds that a process waits for another one's write.
-        return optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": {"timeout": 30}})
+        return _database(url, {"connect_args": {"timeout": 30}})
     settings = _KEEPALIVES if make_url(url).get_driver_name() in _OF_LIBPQ else {}
     # A long trial asks nothing, and a firewall or a restart of the server ends idle connections.
-    given = {"pool_pre_ping": True, "connect_args": settings}
-    found = optuna.storages.RDBStorage(url, engine_kwargs=given)
+    found = _database(url, {"pool_pre_ping": True, "connect_args": settings})
     # Only now: a server that was never reached is an error at once.
     event.listen(found.engine, "do_connect", connect_again)
     return found
+
+
+def _database(url: str, settings: Mapping[str, Any]) -> optuna.storages.RDBStorage:
+    """Open a database. Two searches that begin at once both make its tables, and one fails."""
+    for _ in range(_MOST_TRIES - 1):
+        try:
+            return optuna.storages.RDBStorage(url, engine_kwargs=dict(settings))
+        except DBAPIError as error:
+            if not isinstance(error, IntegrityError) and "already exists" not in str(error):
+                raise
+            time.sleep(_PAUSE_SECONDS)
+    return optuna.storages.RDBStorage(url, engine_kwargs=dict(settings))
 
 
 def connect_again(
