@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 
 from rankzero import Experiment, UserError
 from rankzero.training.optimization import optimizers
-from rankzero.training.optimization.optimizers import fused, learning_rates, place_steps, set_lr
+from rankzero.training.optimization.optimizers import fused, learning_rates, place_states, set_lr
 from support.training import Trainer, tiny, weights
 
 
@@ -178,18 +178,38 @@ def test_step_counts_are_on_the_device_that_the_kernels_read() -> None:
         optimizer = kind([parameter])
         optimizer.param_groups[0]["fused"] = is_fused
         optimizer.state[parameter] = {"step": torch.tensor(3.0)}
-        place_steps(optimizer)
+        place_states(optimizer)
         assert optimizer.state[parameter]["step"].device.type == place
     plain = optim.SGD([parameter], lr=0.1)
-    place_steps(plain)
+    place_states(plain)
     assert not plain.state[parameter]
     # ZeroRedundancyOptimizer wraps another optimizer, whose options are older than its own.
     outer, inner = optim.AdamW([parameter]), optim.AdamW([parameter])
     outer.optim = inner  # type: ignore[attr-defined]
     outer.param_groups[0]["fused"], outer.state[parameter] = True, None
     inner.state[parameter] = {"step": torch.tensor(3.0)}
-    place_steps(outer)
+    place_states(outer)
     assert inner.state[parameter]["step"].device.type == "meta"
+
+
+@pytest.mark.parametrize("was_last", [False, True])
+def test_states_have_the_layout_of_their_parameter(was_last: bool) -> None:
+    """A fused kernel on the CPU reads them by their place in memory."""
+    layouts = (torch.contiguous_format, torch.channels_last)
+    value, stepped = torch.arange(24.0).view(2, 3, 2, 2), []
+    for layout in layouts:
+        parameter = nn.Parameter(torch.ones_like(value).to(memory_format=layout))
+        optimizer = optim.AdamW([parameter], fused=True)
+        saved = optimizer.state_dict()
+        names = ("exp_avg", "exp_avg_sq")
+        state = {name: value.clone(memory_format=layouts[was_last]) for name in names}
+        saved["state"] = {0: {"step": torch.tensor(3.0), **state}}
+        optimizer.load_state_dict(saved)
+        place_states(optimizer)
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        stepped.append(parameter.detach())
+    torch.testing.assert_close(*stepped)
 
 
 class OnGpu(Tensor):
@@ -206,7 +226,7 @@ def test_nadams_product_is_where_its_step_count_is() -> None:
     optimizer = optim.NAdam([parameter])
     loaded = {name: torch.ones(()).as_subclass(OnGpu) for name in ("step", "mu_product")}
     optimizer.state[parameter] = loaded
-    place_steps(optimizer)
+    place_states(optimizer)
     assert {type(value) for value in optimizer.state[parameter].values()} == {Tensor}
 
 

@@ -172,7 +172,7 @@ def apply(saved: dict[str, Any], job: TrainingContext, state: State) -> None:
             state.average.restart()
         # Loading restores the options of before. Those that the user has changed since then win.
         optimizers.change_options(state.optimizer, options, saved.get("options", state.options))
-        optimizers.place_steps(state.optimizer)
+        optimizers.place_states(state.optimizer)
     except (RuntimeError, ValueError, KeyError) as error:
         raise UserError(
             f"the checkpoint does not fit the experiment's model or optimizer: {error}"

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -255,11 +256,8 @@ def keep_types(
                 state[name] = was.to(value.device, copy=True)
 
 
-def place_steps(optimizer: Optimizer) -> None:
-    """Move the step counts of a loaded checkpoint to where the optimizer's kernels read them.
-
-    NAdam's product over steps is next to them.
-    """
+def place_states(optimizer: Optimizer) -> None:
+    """Give a loaded checkpoint's states the device and the layout that the kernels read."""
     for part in joint_optimizer.parts_of(optimizer):
         # ZeroRedundancyOptimizer holds the real optimizer as `optim`.
         inner = getattr(part, "optim", None)
@@ -272,6 +270,15 @@ def place_steps(optimizer: Optimizer) -> None:
             on_device = bool(group.get("fused") or group.get("capturable"))
             for parameter in own["params"]:
                 state = inner.state.get(parameter) or {}
-                for name in ("step", "mu_product"):
-                    if isinstance(state.get(name), Tensor):
-                        state[name] = state[name].to(parameter.device if on_device else "cpu")
+                for name, value in state.items():
+                    if name in ("step", "mu_product") and isinstance(value, Tensor):
+                        state[name] = value.to(parameter.device if on_device else "cpu")
+                    elif isinstance(value, Tensor) and value.shape == parameter.shape:
+                        state[name] = _in_layout_of(parameter, value)
+
+
+def _in_layout_of(parameter: Tensor, value: Tensor) -> Tensor:
+    # A resume may change train.channels_last. Fused kernels refuse another layout, or misread it.
+    if value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
