@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,6 @@ def test_kernels_belong_to_the_range_of_their_launch() -> None:
         operator("aten::mm", 1.1, 1.2, 4),
         operator("Optimizer.step#SGD.step", 2, 3, 5),
         operator("aten::add_", 2.5, 2.6, 6),
-        TraceEvent(FORWARD, 10, 14, on_gpu=True),
         TraceEvent("gemm", 10, 12, True, 20, 2),
         TraceEvent("gemm", 12, 13, True, 21, 4),
         TraceEvent("elementwise", 13, 14, True, 22, 6),
@@ -73,20 +73,30 @@ def test_the_installed_profiler_has_operators_and_ranges() -> None:
     assert {FORWARD, "aten::mm"} <= found
 
 
+def profiled(name: str, device: str, **more: Any) -> SimpleNamespace:
+    seen = {"name": name, "start_ns": 0, "duration_ns": 1, "device_type": device}
+    numbers = {"correlation_id": 7, "linked_correlation_id": 0}
+    values = {**seen, **numbers, **more}
+    return SimpleNamespace(**{key: lambda value=value: value for key, value in values.items()})
+
+
+def recorded(*events: SimpleNamespace) -> list[TraceEvent]:
+    results = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
+    return recorded_events(SimpleNamespace(profiler=results))
+
+
+def test_a_range_that_the_profiler_repeats_among_the_kernels_is_left_out() -> None:
+    """It spans an all-gather, which would count as computing."""
+    kernel = profiled("ncclDevKernel_AllGather", "CUDA", is_user_annotation=False)
+    again = profiled("FSDP::all_gather (0)", "CUDA", is_user_annotation=True)
+    assert [event.name for event in recorded(kernel, again)] == ["ncclDevKernel_AllGather"]
+
+
 @pytest.mark.parametrize(
     ("name", "number"), [("cudaLaunchKernel", 0), ("cuLaunchKernelEx", 0), ("custom", 7)]
 )
 def test_an_older_profiler_shows_cuda_calls_by_their_names(name: str, number: int) -> None:
-    event = SimpleNamespace(
-        name=lambda: name,
-        start_ns=lambda: 0,
-        duration_ns=lambda: 1,
-        device_type=lambda: "CPU",
-        correlation_id=lambda: 7,
-        linked_correlation_id=lambda: 0,
-    )
-    results = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: [event]))
-    (found,) = recorded_events(SimpleNamespace(profiler=results))
+    (found,) = recorded(profiled(name, "CPU"))
     assert found.external_id == number
 
 

@@ -15,8 +15,6 @@ FORWARD, DATA = "rankzero::forward", "rankzero::data"
 """Ranges that `profiler` marks."""
 _BACKWARD, _OPTIMIZER = "autograd::engine::evaluate_function", "Optimizer."
 """Ranges that PyTorch marks."""
-_COPIED_RANGES = ("rankzero::", _OPTIMIZER, "ProfilerStep", "## ")
-"""Ranges that the profiler lists a second time among the kernels."""
 _COMMUNICATION = ("nccl", "gloo:", "c10d::")
 _RUNTIME_CALL = re.compile(r"(cuda|cu|hip)[A-Z]")
 """Calls such as cudaLaunchKernel and cuLaunchKernel, as CUPTI records them."""
@@ -62,6 +60,8 @@ def recorded_events(profiler: Any) -> list[TraceEvent]:
         begin = event.start_ns() / 1e9
         end = begin + event.duration_ns() / 1e9
         on_gpu = str(event.device_type()).endswith("CUDA")
+        if on_gpu and event.is_user_annotation():
+            continue  # a range, listed again: it would hide the communication between its kernels
         number, launched_by = event.correlation_id(), event.linked_correlation_id()
         if hasattr(event, "external_id"):
             external_id = int(event.external_id())
@@ -90,7 +90,6 @@ def attributed(events: Sequence[TraceEvent], on_gpu: bool) -> ActivitySpans:
         placed = [
             (event.span, begun.get(event.launched_by) if event.launched_by else None)
             for event in work
-            if not event.name.startswith(_COPIED_RANGES)
         ]
     else:
         placed = [(event.span, event.begin) for event in work if event.name.startswith("aten::")]
