@@ -20,6 +20,7 @@ from rankzero.launch.failures import Failure, FailureKind
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "out_of_memory"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), "out_of_memory"),
+        (RuntimeError("CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), "out_of_memory"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate"), "out_of_memory"),
         (MemoryError(), "out_of_host_memory"),
         (NotFinite("train/loss is not finite at step 3"), "not_finite"),
@@ -29,6 +30,16 @@ from rankzero.launch.failures import Failure, FailureKind
     ],
 )
 def test_the_kind_of_an_exception(error: Exception, kind: str) -> None:
+    assert failures.describe(error, 0).kind is FailureKind(kind)
+
+
+@pytest.mark.parametrize(("failed", "kind"), [(1, "out_of_memory"), (0, "other")])
+def test_a_convolution_without_an_engine_lacks_memory_if_an_allocation_failed(
+    failed: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch tries all engines, and raises the same error for a format that no engine has."""
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_ooms": failed})
+    error = RuntimeError("GET was unable to find an engine to execute this computation")
     assert failures.describe(error, 0).kind is FailureKind(kind)
 
 

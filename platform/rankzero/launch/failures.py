@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import json
 import re
+import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,14 +24,16 @@ from rankzero.errors import NotFinite, UserError
 from rankzero.redaction.text import text_without_secrets
 from rankzero.run_store.folder import write_atomically
 
-# PyTorch has one exception type for CUDA's lack of memory. cuBLAS and the CPU's allocator raise
-# a plain RuntimeError, so their messages are all there is to go by.
+# PyTorch has one exception type for CUDA's lack of memory. NVIDIA's libraries and the CPU's
+# allocator raise a plain RuntimeError, so their messages are all there is to go by.
 _OUT_OF_MEMORY_TEXTS = (
     "OutOfMemoryError",
     "out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
+    "_ALLOC_FAILED",  # cuBLAS, cuSOLVER, cuFFT
+    "_DEVICE_ALLOCATION_FAILED",  # cuDNN
     "DefaultCPUAllocator",
 )
+_NO_CUDNN_ENGINE = re.compile("nable to find (an engine|a valid cuDNN algorithm)")
 # gloo's and NCCL's, and no error of a download: a user's code may raise RuntimeErrors, too.
 _LOST_RANK = re.compile(
     r"(/gloo/|NCCL error|ncclRemoteError)"
@@ -182,7 +185,7 @@ def _kind(error: BaseException) -> FailureKind:
     """Return the kind of the first exception in the chain that has one."""
     for one in _chain(error):
         text = f"{type(one).__name__}: {one}"
-        if any(words in text for words in _OUT_OF_MEMORY_TEXTS):
+        if any(words in text for words in _OUT_OF_MEMORY_TEXTS) or _hides_lack_of_memory(text):
             return FailureKind.OUT_OF_MEMORY
         if isinstance(one, MemoryError):
             return FailureKind.OUT_OF_HOST_MEMORY
@@ -191,6 +194,13 @@ def _kind(error: BaseException) -> FailureKind:
         if isinstance(one, (UserError, ConfigError)):
             return FailureKind.USER_ERROR
     return FailureKind.OTHER
+
+
+def _hides_lack_of_memory(text: str) -> bool:
+    """Return whether a convolution got no memory. Its text is also that of unknown formats."""
+    torch: Any = sys.modules.get("torch")
+    is_unclear = torch is not None and _NO_CUDNN_ENGINE.search(text)
+    return bool(is_unclear and torch.cuda.memory_stats().get("num_ooms"))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
