@@ -19,14 +19,15 @@ from rankzero.cli import launch_run
 from rankzero.cli.display import delivery_notes
 from rankzero.errors import RunFailed
 from rankzero.events import RunEnded
-from rankzero.launch import agent
+from rankzero.launch import agent, failures
+from rankzero.launch.failures import Failure, FailureKind
 from rankzero.run_store import delivery_state as state
 from rankzero.run_store import disk
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import delivery_status
 from rankzero.training.checkpoints import best_model
 from support.commands import TINY, Command
-from support.runs import ended, make_folder, stuck
+from support.runs import append, ended, make_folder, started, stuck
 
 
 @dataclasses.dataclass
@@ -109,6 +110,22 @@ def test_a_rank_that_was_killed_after_the_training_is_named(folder: RunFolder) -
     ):
         assert launch_run._report(plan, result, console) == 0  # type: ignore[arg-type]
     assert console.notices == ["after the training, rank 1 was killed by SIGKILL"]
+
+
+@pytest.mark.parametrize(("total", "halved"), [(None, None), (100, 8)])
+def test_a_model_that_does_not_fit_keeps_its_micro_batch(
+    tmp_path: Path, total: int | None, halved: int | None
+) -> None:
+    """An attempt that fails in set-up does not know its steps."""
+    folder = make_folder(tmp_path)
+    append(folder, dataclasses.replace(started(), total_steps=total), ended("FAILED"))
+    failures.write(Failure(0.0, 0, "", "", FailureKind.OUT_OF_MEMORY), folder.failures)
+    plan = plan_of(folder)
+    plan = dataclasses.replace(
+        plan, experiment=config.override(plan.experiment, {"train.batch_size": 16})
+    )
+    found = launch_run._with_half_the_micro_batch(plan)
+    assert (found[1].train.micro_batch if found else None) == halved
 
 
 def test_launch_that_never_began_leaves_no_run(tmp_path: Path) -> None:

@@ -137,6 +137,13 @@ def attempt_started(folder: RunFolder, since: int | None) -> bool:
     return any(isinstance(event, (RunStarted, RunEnded)) for event in read(folder.events, since)[0])
 
 
+def ended_in_set_up(folder: RunFolder) -> bool:
+    """Return whether the newest attempt ended before its first batch: its steps are unknown."""
+    newest = summary.newest_events(folder.events)
+    starts = [event for event in newest if isinstance(event, RunStarted)]
+    return bool(starts) and starts[-1].total_steps is None
+
+
 def listed(
     runs: Path,
     on_invalid: Callable[[str], object] = log.debug,

@@ -134,7 +134,7 @@ def _launch(
 def _with_half_the_micro_batch(plan: LaunchPlan) -> tuple[int, Experiment] | None:
     """Return the micro-batch that was too large and an experiment with half of it.
 
-    None if the attempt failed for another reason, or if the micro-batch cannot be halved.
+    None if another reason failed the attempt, or if no smaller micro-batch is possible or helps.
     """
     from rankzero.training.data.order import micro_batch_size
 
@@ -146,7 +146,7 @@ def _with_half_the_micro_batch(plan: LaunchPlan) -> tuple[int, Experiment] | Non
     if train.limits.oom == "fail" or not topology.machines.alone or train.strategy == "pp":
         return None
     size = micro_batch_size(train, ranks.shards(train.strategy, topology.processes))
-    if size % 2:
+    if size % 2 or lookup.ended_in_set_up(plan.folder):
         return None
     # An evaluation may be what needs the memory.
     smaller = train.eval_batch and max(1, train.eval_batch // 2)
