@@ -37,13 +37,12 @@ from harness import (
     ratios,
     run,
     save,
+    step_times,
     torchrun,
 )
 from side_by_side import rate
 
-from rankzero.events import StepsLogged
 from rankzero.run_store.folder import RunFolder
-from rankzero.run_store.journal import read_all
 
 
 class Case(NamedTuple):
@@ -156,8 +155,9 @@ def tracked(case: Case, steps: int, folder: Path) -> Turn:
             *(f"train.workers={case.workers}", "train.mlflow.log_model=false"),
         )
         run(command, environment(RANKZERO_DIR=str(folder / "mlruns")), folder)
-    events = [event for event in read_all(found.events) if isinstance(event, StepsLogged)]
-    return turn([moment for event in events for moment in event.times], u)
+    times = step_times(found.events)
+    assert len(times) == steps, f"{len(times)} steps in the journal, not {steps}"
+    return turn(times, u)
 
 
 def compare(label: str, case: Case, blocks: int, seconds: float, folder: Path) -> dict[str, Any]:

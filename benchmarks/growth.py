@@ -26,12 +26,12 @@ from typing import NamedTuple
 import many_runs
 import psutil
 from commands import turn, watching
-from harness import HERE, RESULTS, environment, machine, rankzero, run, save, torchrun
+from harness import HERE, RESULTS, environment, machine, rankzero, run, save, step_times, torchrun
 
 from rankzero.events import Event, RunEnded, RunStarted, StepsLogged
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store.folder import Identity, RunFolder
-from rankzero.run_store.journal import Journal, read_all
+from rankzero.run_store.journal import Journal
 
 Costs = dict[str, float]
 WANTED = 1.1
@@ -90,12 +90,11 @@ def of_metrics(count: int, root: Path) -> Costs:
     with watching(pid) as uses:
         train(root, name, *words, f"train.steps={steps}", f"train.eval_every={steps}")
     train(root, f"{name}-short", *words, "train.steps=20", "train.eval_every=20")
-    reports = [one for one in read_all(folder.events) if isinstance(one, StepsLogged)]
-    times = [moment for one in reports if "train/loss" in one.metrics for moment in one.times]
+    cost = turn(step_times(folder.events), uses).cpu_microseconds
     # Most of a short sync is the import of MLflow.
     short, long = use_of(["sync", f"{name}-short"], root), use_of(["sync", name], root)
     return {
-        "rank 0's processor time a step, µs": turn(times, uses).cpu_microseconds,
+        "rank 0's processor time a step, µs": cost,
         "journal a step, bytes": folder.events.stat().st_size / steps,
         "sync, processor time a step, µs": (long.cpu_seconds - short.cpu_seconds)
         / (steps - 20)

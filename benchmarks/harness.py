@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rankzero.confidence import half_width
+from rankzero.events import StepsLogged
+from rankzero.run_store.journal import read_all
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -81,6 +83,16 @@ def line(label: str, ratio: Mapping[str, float], wanted: str) -> str:
     """Return a row of a results table."""
     spread = f"({ratio['least']:.3f} to {ratio['most']:.3f})"
     return f"{label:34} {ratio['median']:6.3f}  {spread}   wanted {wanted}"
+
+
+def step_times(journal: Path) -> list[float]:
+    """Return when each step of a run ended. Its reports of the speed repeat a step: not those."""
+    return [
+        moment
+        for event in read_all(journal)
+        if isinstance(event, StepsLogged) and "train/loss" in event.metrics
+        for moment in event.times
+    ]
 
 
 def run(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> None:

@@ -17,11 +17,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from harness import HERE, environment, line, rankzero, ratios, run, save
+from harness import HERE, environment, line, rankzero, ratios, run, save, step_times
 
-from rankzero.events import StepsLogged
 from rankzero.run_store.folder import RunFolder
-from rankzero.run_store.journal import read_all
 
 WANTED, STEPS, WORKLOAD = 1.8, 120, "Wide"
 
@@ -52,15 +50,7 @@ def ours(processes: int, folder: Path) -> float:
         environment(RANKZERO_DIR=str(folder / "mlruns")),
         folder,
     )
-    logged = read_all(RunFolder(folder / "mlruns/runs" / name).events)
-    return rate(
-        [
-            time
-            for event in logged
-            if isinstance(event, StepsLogged) and "train/loss" in event.metrics
-            for time in event.times
-        ]
-    )
+    return rate(step_times(RunFolder(folder / "mlruns/runs" / name).events))
 
 
 def rate(times: list[float]) -> float:

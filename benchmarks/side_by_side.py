@@ -21,6 +21,7 @@ import bare
 import torch
 import torch.distributed as dist
 import workloads
+from harness import step_times
 
 from rankzero import config, ranks
 from rankzero.catalog.lookup import mlflow_id
@@ -91,14 +92,12 @@ def found(runs: Path, steps: int) -> tuple[list[float], float]:
     folder = RunFolder(max(runs.glob("*/run.json"), key=lambda path: path.stat().st_mtime).parent)
     assert delivery_status.wait(folder, DELIVERY_SECONDS).done, "not delivered"
     assert steps_in_mlflow(folder) == list(range(1, steps + 1)), "MLflow does not have every step"
-    events = [
-        event
+    losses = [
+        event.metrics["train/loss"]
         for event in read_all(folder.events)
         if isinstance(event, StepsLogged) and "train/loss" in event.metrics
     ]
-    return [moment for event in events for moment in event.times], events[-1].metrics["train/loss"][
-        -1
-    ]
+    return step_times(folder.events), losses[-1][-1]
 
 
 @contextlib.contextmanager
