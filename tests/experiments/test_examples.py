@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rankzero import experiment_file
 from support.commands import Command
@@ -77,6 +78,13 @@ def test_two_processes_train_the_gpt_like_one(on_one: Path, on_two: Path) -> Non
     one, two = seen(on_one, "gpt.py"), seen(on_two, "gpt.py")
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-4)
     assert two["evaluated"]["4"] == pytest.approx(one["evaluated"]["4"], rel=1e-4)
+
+
+def test_padding_does_not_change_what_a_reader_says() -> None:
+    reader = experiment_file.load(str(EXPERIMENTS / "lengths.py"))(width=8).model().eval()
+    short = torch.tensor([[5, 3, 8]])
+    alone, padded = reader(short), reader(torch.nn.functional.pad(short, (0, 30)))
+    assert alone.detach() == pytest.approx(padded.detach(), abs=1e-6)
 
 
 def words(file: str, *, without: Collection[str] = ()) -> list[str]:
