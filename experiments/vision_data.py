@@ -39,7 +39,9 @@ def _lock(kind: int) -> Iterator[None]:
         yield
         return
     with file:
-        fcntl.flock(file, kind)
+        # A file system may have no locks. Then several ranks may download.
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, kind)
         yield
 
 

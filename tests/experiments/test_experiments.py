@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import sys
 import urllib.request
 from collections.abc import Iterator
@@ -154,6 +156,21 @@ def test_existing_data_is_not_downloaded_again(
     for _ in range(3):
         downloaded(Downloads, train=True)
     assert Downloads.times == 1
+
+
+def test_data_is_found_on_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    experiment("mnist.py")  # puts the folder of vision_data.py on the path
+    from vision_data import downloaded
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Downloads, "there", True)
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert isinstance(downloaded(Downloads, train=True), Downloads)
 
 
 def test_digits_reach_their_target_in_an_own_loop() -> None:
