@@ -3,7 +3,7 @@
 rankzero train experiments/stream.py
 """
 
-import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,9 @@ class Stream(Experiment):
         folder = Path(self.folder)
         folder.mkdir(parents=True, exist_ok=True)
         for number, rows in enumerate(train.split(100)):
-            # Every rank writes the shards. With a rename, no rank reads half a file.
-            torch.save((images[rows], labels[rows]), part := folder / f"{number}.{os.getpid()}")
+            # Every rank writes the shards, also on other machines. With a name of its own and a
+            # rename, no rank reads half a file.
+            torch.save((images[rows], labels[rows]), part := folder / secrets.token_hex(8))
             part.rename(folder / f"{number:03}.pt")
         return Shards(folder), TensorDataset(images[val], labels[val])
 

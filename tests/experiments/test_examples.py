@@ -80,6 +80,22 @@ def test_two_processes_train_the_gpt_like_one(on_one: Path, on_two: Path) -> Non
     assert two["evaluated"]["4"] == pytest.approx(one["evaluated"]["4"], rel=1e-4)
 
 
+def test_ranks_of_two_machines_with_one_pid_write_the_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, save = list[str](), torch.save
+
+    def saved(samples: object, path: Path) -> None:
+        names.append(path.name)
+        save(samples, path)
+
+    monkeypatch.setattr(torch, "save", saved)
+    stream = experiment_file.load(str(EXPERIMENTS / "stream.py"))(folder=str(tmp_path))
+    for _ in range(2):
+        stream.data()
+    assert len(set(names)) == len(names) > 2
+
+
 def test_padding_does_not_change_what_a_reader_says() -> None:
     reader = experiment_file.load(str(EXPERIMENTS / "lengths.py"))(width=8).model().eval()
     short = torch.tensor([[5, 3, 8]])
