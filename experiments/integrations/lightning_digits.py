@@ -46,8 +46,10 @@ class LitDigits(LightningModule):
     def validation_step(self, batch, batch_idx):
         images, labels = batch
         logits = self(images)
-        self.log("val_loss", cross_entropy(logits, labels))
-        self.log("val_accuracy", (logits.argmax(-1) == labels).float().mean())
+        accuracy = (logits.argmax(-1) == labels).float().mean()
+        # The mean over all processes, which share the validation set.
+        self.log("val_loss", cross_entropy(logits, labels), sync_dist=True)
+        self.log("val_accuracy", accuracy, sync_dist=True)
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)

@@ -53,6 +53,19 @@ def test_loss_that_the_module_logs_itself_counts_if_it_is_a_mean(
     assert (min(losses.values()) > 100, max(losses.values()) > 100) == (counts, counts)
 
 
+@pytest.mark.parametrize("is_mean", [False, True])
+def test_validation_metrics_of_one_rank_are_named(is_mean: bool, tmp_path: Path) -> None:
+    events = fitted(
+        tmp_path,
+        "class Ranked(Model):",
+        "    def validation_step(self, batch, batch_idx):",
+        f"        self.log('val_rank', float(self.global_rank), sync_dist={is_mean})",
+        "fit(Ranked, epochs=1, devices=2, strategy='ddp')",
+    )
+    assert [*points(events)["val/rank"].values()] == [0.5 if is_mean else 0.0]
+    assert any("sync_dist" in one.text for one in events if isinstance(one, Noticed)) != is_mean
+
+
 def test_validation_within_an_accumulated_step_is_of_the_step_before(tmp_path: Path) -> None:
     events = fitted(
         tmp_path,

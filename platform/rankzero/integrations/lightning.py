@@ -292,6 +292,7 @@ class RankZeroCallback(Callback):
         is_trial = trainer.sanity_checking or trainer.fast_dev_run
         if is_trial or not trainer.is_global_zero:
             return
+        self._note_metrics_of_one_rank(trainer)
         metrics, goal = dict[str, Any](), self._run.goal.metric
         for name, value in trainer.callback_metrics.items():
             # "val_loss" is the usual name in Lightning. A run has groups: "val/loss".
@@ -314,6 +315,16 @@ class RankZeroCallback(Callback):
         """End the run as FAILED, or KILLED by Ctrl-C or SIGTERM."""
         if not trainer.fast_dev_run:
             self._run.end(_with_signal(exception))
+
+    def _note_metrics_of_one_rank(self, trainer: Trainer) -> None:
+        # An object of torchmetrics has the samples of all ranks.
+        logged = [one for one in (trainer._results or {}).values() if one.is_tensor]
+        names = ", ".join(
+            dict.fromkeys(one.meta.name for one in logged if not one.meta.sync.should)
+        )
+        if names and trainer.world_size > 1:
+            text = f"{names}: the values of rank 0 alone. Log them with sync_dist=True"
+            self._run.begin().tell("sync_dist", text)
 
     def _step(self, trainer: Trainer) -> int:
         # `validate` may come without a training.
