@@ -11,7 +11,7 @@ import random
 import torch
 from digit_images import digits
 from torch import Tensor, nn, optim
-from torch.nn.functional import binary_cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import Dataset, TensorDataset
 from torchvision.models import resnet18
 
@@ -46,7 +46,7 @@ class Siamese(nn.Module):
         self.features = resnet18()
         self.features.conv1 = nn.Conv2d(1, 64, 7, stride=2, padding=3, bias=False)
         self.features.fc = nn.Identity()
-        self.head = nn.Sequential(nn.Linear(1024, 256), nn.ReLU(), nn.Linear(256, 1), nn.Sigmoid())
+        self.head = nn.Sequential(nn.Linear(1024, 256), nn.ReLU(), nn.Linear(256, 1))
         for layer in self.head[0], self.head[2]:
             nn.init.xavier_uniform_(layer.weight)
             nn.init.constant_(layer.bias, 0.01)
@@ -77,6 +77,6 @@ class SameDigit(Experiment):
 
     def measure(self, model: nn.Module, batch: Pair) -> dict[str, Tensor]:
         first, second, same = batch
-        scores = model(first, second)
-        accuracy = ((scores > 0.5) == same.bool()).float().mean()
-        return {"loss": binary_cross_entropy(scores, same), "accuracy": accuracy}
+        logits = model(first, second)
+        accuracy = ((logits > 0) == same.bool()).float().mean()
+        return {"loss": binary_cross_entropy_with_logits(logits, same), "accuracy": accuracy}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from digit_images import digits
 from torch import Tensor, nn, optim
-from torch.nn.functional import binary_cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import TensorDataset
 from torchvision.utils import make_grid
 
@@ -23,9 +23,7 @@ class Autoencoder(nn.Module):
         super().__init__()
         self.hidden = nn.Sequential(nn.Flatten(), nn.Linear(784, 400), nn.ReLU())
         self.mean, self.log_variance = nn.Linear(400, 20), nn.Linear(400, 20)
-        self.decode = nn.Sequential(
-            nn.Linear(20, 400), nn.ReLU(), nn.Linear(400, 784), nn.Sigmoid()
-        )
+        self.decode = nn.Sequential(nn.Linear(20, 400), nn.ReLU(), nn.Linear(400, 784))
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         hidden = self.hidden(images)
@@ -51,14 +49,15 @@ class Vae(Experiment):
 
     def measure(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         images, _ = batch
-        copies, mean, log_variance = model(images)
-        difference = binary_cross_entropy(copies, images.flatten(1), reduction="sum")
+        logits, mean, log_variance = model(images)
+        pixels = images.flatten(1)
+        difference = binary_cross_entropy_with_logits(logits, pixels, reduction="sum")
         divergence = -0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum()
         return {"loss": (difference + divergence) / len(images)}
 
     def pictures(self, model: Any, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         images = batch[0][:8]
-        copies = model(images)[0].view_as(images)
-        samples = model.decode(torch.randn(64, 20, device=images.device)).view(-1, 1, 28, 28)
+        copies = model(images)[0].sigmoid().view_as(images)
+        drawn = model.decode(torch.randn(64, 20, device=images.device)).sigmoid()
         pair = make_grid(torch.cat([images, copies]), nrow=8)
-        return {"reconstruction": pair, "samples": make_grid(samples)}
+        return {"reconstruction": pair, "samples": make_grid(drawn.view(-1, 1, 28, 28))}

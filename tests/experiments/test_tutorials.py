@@ -74,7 +74,8 @@ def vae(experiment: Any, model: Any, batches: Iterable[Any]) -> None:
     for images, _ in batches:
         optimizer.zero_grad()
         recon, mu, logvar = model(images)
-        bce = functional.binary_cross_entropy(recon, images.view(-1, 784), reduction="sum")
+        pixels = images.view(-1, 784)
+        bce = functional.binary_cross_entropy_with_logits(recon, pixels, reduction="sum")
         kld = -0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
         (bce + kld).backward()
         optimizer.step()
@@ -82,7 +83,7 @@ def vae(experiment: Any, model: Any, batches: Iterable[Any]) -> None:
 
 def siamese(experiment: Any, model: Any, batches: Iterable[Any]) -> None:
     optimizer = optim.Adadelta(model.parameters(), lr=1.0)
-    criterion = nn.BCELoss()
+    criterion = nn.BCEWithLogitsLoss()
     for first, second, targets in batches:
         optimizer.zero_grad()
         criterion(model(first, second), targets).backward()
