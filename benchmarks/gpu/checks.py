@@ -233,6 +233,7 @@ def exact_resume(folder: Path) -> dict[str, Any]:
         while not list(run.checkpoints.glob("*")) and process.poll() is None:
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
+    assert process.returncode == 75, f"the first command was not stopped: {process.returncode}"
     call(folder, rankzero("resume", name))
     other = losses(run)
     differing = [step for step, loss in whole.items() if other.get(step) != loss]

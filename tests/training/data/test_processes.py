@@ -203,7 +203,8 @@ def test_a_rank_that_ends_in_an_epoch_does_not_wait_for_its_loading_processes() 
     done = subprocess.run(
         [sys.executable, program, "default", "ends"], stdout=subprocess.PIPE, timeout=60, check=True
     )
-    assert not [pid for pid in map(int, done.stdout.split()) if psutil.pid_exists(pid)]
+    pids = [int(word) for word in done.stdout.split()]
+    assert pids and not any(map(psutil.pid_exists, pids))
 
 
 @pytest.mark.parametrize("method", ["default", "forkserver", "fork", "spawn"])
