@@ -43,7 +43,7 @@ def resnet(weights: str | None, pretrain_epochs: int) -> nn.Module:
 
 
 class Finetune(Experiment):
-    train: Train = Train(epochs=20, batch_size=20)
+    train: Train = Train(epochs=25, batch_size=24)
     lr: float = 3e-3
     frozen_epochs: int = 10
     weights: str | None = None

@@ -1,6 +1,6 @@
 """Text of different lengths: which chapter of Python's language reference is a paragraph from?
 
-rankzero train experiments/lengths.py
+rankzero train experiments/lengths.py     # on one, two or four devices
 """
 
 import re

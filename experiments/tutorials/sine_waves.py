@@ -37,7 +37,7 @@ class Sequence(nn.Module):
 
 
 class SineWaves(Experiment):
-    train: Train = Train(steps=300, batch_size=WAVES - 3, eval_every=20)
+    train: Train = Train(steps=300, batch_size=WAVES - 4, eval_every=20)
     lr: float = 1e-2
     length: int = 1000
     future: int = 1000
@@ -46,7 +46,7 @@ class SineWaves(Experiment):
     def data(self) -> tuple[TensorDataset, TensorDataset]:
         shifts = np.random.default_rng(2).integers(-4 * PERIOD, 4 * PERIOD, (WAVES, 1))
         waves = torch.from_numpy(np.sin((np.arange(self.length) + shifts) / PERIOD))
-        return TensorDataset(waves[3:]), TensorDataset(waves[:3])
+        return TensorDataset(waves[4:]), TensorDataset(waves[:4])
 
     def model(self) -> nn.Module:
         return Sequence().double()

@@ -74,7 +74,7 @@ class Rnn(nn.Module):
 class WordLstm(Experiment):
     train: Train = Train(
         epochs=40,
-        batch_size=20,
+        batch_size=24,
         clip=0.25,
         schedule="plateau",
         plateau=Train.Plateau(factor=0.25, patience=1),

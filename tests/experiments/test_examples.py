@@ -80,6 +80,14 @@ def test_two_processes_train_the_gpt_like_one(on_one: Path, on_two: Path) -> Non
     assert two["evaluated"]["4"] == pytest.approx(one["evaluated"]["4"], rel=1e-4)
 
 
+@pytest.mark.parametrize("file", ["*.py", "tutorials/*.py"])
+def test_the_documented_commands_train_on_two_four_and_eight_gpus(file: str) -> None:
+    for path in sorted(EXPERIMENTS.glob(file)):
+        if "rankzero train" in path.read_text():
+            train = experiment_file.load(str(path))().train
+            assert all(train.batch_size % ranks == 0 for ranks in (2, 4, 8)), path
+
+
 def test_ranks_of_two_machines_with_one_pid_write_the_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
