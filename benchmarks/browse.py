@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import many_runs
-from harness import HERE, environment, rankzero, run, save
+from harness import HERE, environment, is_whole, rankzero, run, save
 from playwright.sync_api import Page, sync_playwright
 
 from rankzero.catalog import summary_cache
@@ -278,7 +278,8 @@ def main() -> None:
             fill(root, options.runs, options.points)
             plain_copy(root, copy)
         figures = _measure(root, copy, options)
-    save("browse", runs=options.runs, points=options.points, **figures)
+    if is_whole(parser, options, "keep"):
+        save("browse", runs=options.runs, points=options.points, **figures)
 
 
 def _measure(root: Path, copy: Path, options: argparse.Namespace) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness import HERE, environment, interval, line, rankzero, ratios, save
+from harness import HERE, environment, interval, is_whole, known, line, rankzero, ratios, save
 from tracking_overhead import mean_rates, side_by_side
 
 from rankzero.events import StepsLogged
@@ -147,7 +147,9 @@ def main() -> None:
     steps = STEPS
     if options.quick:
         options.blocks, options.short, options.minutes, steps = 1, 4, 1.5, 60
-    found: dict[str, Any] = {"others": options.others}
+    # A part that is measured alone replaces only itself.
+    found: dict[str, Any] = known("busy_machine") if options.only else {}
+    found["others"] = options.others
     with tempfile.TemporaryDirectory() as temporary, busy(options.others):
         folder = Path(temporary)
         if options.only in (None, "short"):
@@ -160,7 +162,7 @@ def main() -> None:
             print(f"behind: at most {max(ages):.1f} s   wanted <= {WANTED_LAG:.0f} s", flush=True)
         if options.only in (None, "steps"):
             found["steps"] = steps_per_second(folder, steps, options.blocks)
-    if not options.quick:
+    if is_whole(parser, options, "only"):
         save("busy_machine", **found)
 
 

@@ -1,6 +1,6 @@
 """Measure steps/s of the commands that users run: `rankzero train` over a bare script by torchrun.
 
-    python benchmarks/commands.py [--blocks 8] [--seconds 15] [--only LABEL...] [--quick]
+    python benchmarks/commands.py [--blocks 8] [--seconds 15] [--only LABEL...] [--offline]
 
 Takes about two hours. A block is bare, tracked, tracked, bare: four commands, each with processes
 of its own. `steady` leaves out the first fifth of the steps. MLflow's courier works on the same
@@ -52,6 +52,7 @@ class Case(NamedTuple):
     workers: int
     processes: int
     wanted: float
+    offline: bool = False
 
 
 CASES = {
@@ -151,7 +152,13 @@ def tracked(case: Case, steps: int, folder: Path) -> Turn:
     with watching(lambda: int(json.loads((found.path / "recorder.json").read_text())["pid"])) as u:
         command = rankzero(
             *("train", f"{HERE}/workloads.py:{case.workload}", "--nproc", case.processes),
-            *("--run-name", label, f"train.steps={steps}", f"train.eval_every={steps}"),
+            *(
+                "--run-name",
+                label,
+                *["--offline"] * case.offline,
+                f"train.steps={steps}",
+                f"train.eval_every={steps}",
+            ),
             *(f"train.workers={case.workers}", "train.mlflow.log_model=false"),
         )
         run(command, environment(RANKZERO_DIR=str(folder / "mlruns")), folder)
@@ -202,6 +209,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=15.0, help="length of a training")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--offline", action="store_true", help="RankZero without a courier")
     parser.add_argument("--quick", action="store_true", help="to check that it works")
     options = parser.parse_args()
     if options.quick:
@@ -211,9 +219,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for label in options.only:
             folder = Path(temporary)
-            case = compare(label, CASES[label], options.blocks, options.seconds, folder)
+            case = CASES[label]._replace(offline=options.offline)
+            # Other conditions are another row.
+            if options.seconds != parser.get_default("seconds"):
+                label += f", {options.seconds:g} seconds"
+            label += ", offline" * options.offline
+            readings = compare(label, case, options.blocks, options.seconds, folder)
             # Each case says when it was measured: it takes minutes, and is measured alone again.
-            found[label] = {"machine": machine(), **case}
+            found[label] = {"machine": machine(), **readings}
             if not options.quick:
                 save("commands", cases=found)
 

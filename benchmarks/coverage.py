@@ -17,7 +17,7 @@ import random
 from typing import Any
 
 import recorded_tables
-from harness import save
+from harness import is_whole, save
 from live_search import gain, summary
 from recorded_tables import CONFIRM_SEEDS, HELD_OUT, Key, Table
 from replay import budget, searched
@@ -45,7 +45,8 @@ def main() -> None:
         with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
             rows += pool.map(one, range(options.replays), chunksize=5)
         print(summary(rows), flush=True)
-    save("coverage", rows=rows)
+    if is_whole(parser, options, "jobs"):
+        save("coverage", rows=rows)
 
 
 def replay(name: str, table: Table, seconds: float, number: int) -> dict[str, Any]:

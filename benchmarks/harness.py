@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,29 @@ def machine() -> dict[str, Any]:
         "load": os.getloadavg()[0],
         **packages,
     }
+
+
+def known(name: str) -> dict[str, Any]:
+    """Return the figures of ``results/<name>.json``; none if there is no such file."""
+    path = RESULTS / f"{name}.json"
+    figures: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    figures.pop("machine", None)
+    return figures
+
+
+def is_whole(parser: ArgumentParser, options: Namespace, *free: str) -> bool:
+    """Return whether all options but `free` have their defaults. If not, say that nothing is saved.
+
+    Otherwise a short try would replace the published figures.
+    """
+    whole = all(
+        value == parser.get_default(name)
+        for name, value in vars(options).items()
+        if name not in free
+    )
+    if not whole:
+        print("not saved: only a measurement with the default options is")
+    return whole
 
 
 def save(name: str, **figures: Any) -> None:

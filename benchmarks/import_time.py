@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from harness import save
+from harness import is_whole, save
 
 WANTED = {"import rankzero": 0.1, "rankzero --help": 0.3}
 
@@ -28,14 +28,14 @@ def seconds(command: list[str]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
-    rounds = parser.parse_args().rounds
+    options = parser.parse_args()
     commands = {
         "python alone": [sys.executable, "-c", "pass"],
         "import rankzero": [sys.executable, "-c", "import rankzero"],
         "rankzero --help": [str(Path(sys.executable).with_name("rankzero")), "--help"],
     }
     readings: dict[str, list[float]] = {name: [] for name in commands}
-    for _ in range(rounds):
+    for _ in range(options.rounds):
         for name, command in commands.items():
             readings[name].append(seconds(command))
     medians = {name: statistics.median(values) for name, values in readings.items()}
@@ -44,7 +44,8 @@ def main() -> None:
             f"{name:18} {value:.3f} s"
             + (f"   wanted <= {WANTED[name]} s" if name in WANTED else "")
         )
-    save("import_time", seconds=readings, medians=medians, wanted=WANTED)
+    if is_whole(parser, options):
+        save("import_time", seconds=readings, medians=medians, wanted=WANTED)
 
 
 if __name__ == "__main__":

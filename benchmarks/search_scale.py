@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from harness import HERE, save
+from harness import HERE, known, save
 
 from rankzero.experiment import Experiment, Goal, Train
 from rankzero.tuning import next_trial
@@ -124,14 +124,15 @@ def main() -> None:
     parser.add_argument("--only", choices=CASES)
     options = parser.parse_args()
     optuna.logging.set_verbosity(logging.ERROR)
-    trials, found = options.trials, {}
+    trials = options.trials
+    file = "search_scale" if trials == 1000 else f"search_scale_{trials}"
+    found = known(file).get("milliseconds", {}) if options.only else {}
     for name in [options.only] if options.only else CASES:
         found[name] = milliseconds(CASES[name], trials)
         shown = " ".join(f"{value:.3g}" for value in found[name])
         print(f"{name:21} {shown} ms a trial, for each tenth of {trials:,}", flush=True)
     means = {name: round(statistics.fmean(values), 2) for name, values in found.items()}
-    name = "search_scale" if trials == 1000 else f"search_scale_{trials}"
-    save(name, trials=trials, milliseconds=found, means=means, wanted=WANTED)
+    save(file, trials=trials, milliseconds=found, means=means, wanted=WANTED)
 
 
 if __name__ == "__main__":

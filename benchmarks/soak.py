@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from harness import HERE, environment, rankzero, save
+from harness import HERE, environment, is_whole, rankzero, save
 
 from rankzero.catalog.lookup import mlflow_id
 from rankzero.confidence import student_t
@@ -303,7 +303,7 @@ def main() -> None:
     print(json.dumps(figures, indent=1))
     if options.report:
         options.report.write_text(json.dumps(figures, indent=1) + "\n")
-    else:
+    elif is_whole(parser, options):
         save(NAME, **figures)
     if wrong or wrong_after_sync:
         raise SystemExit(1)

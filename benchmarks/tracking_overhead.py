@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness import HERE, environment, line, ratios, run, save, torchrun
+from harness import HERE, environment, is_whole, known, line, ratios, run, save, torchrun
 
 from rankzero.mlflow_store import server as mlflow_server
 from rankzero.mlflow_store.uris import default_tracking_uri
@@ -120,13 +120,17 @@ def main() -> None:
     parser.add_argument("--workload", choices=tuple(STEPS), help="one workload only")
     options = parser.parse_args()
     blocks, shorten = (1, 10) if options.quick else (options.blocks, 1 / options.longer)
-    found: dict[str, dict[str, Any]] = {}
+    file = "tracking_overhead"
+    if options.longer > 1:
+        file += f"_{options.longer}_times_longer"
+    # What is measured alone replaces only itself.
+    found: dict[str, dict[str, Any]] = known(file).get("workloads", {})
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for name in [options.workload] if options.workload else STEPS:
             whole = STEPS[name]
             steps = int(whole / shorten)
-            found[name] = {}
+            found.setdefault(name, {})
             if options.only != "http":
                 found[name]["sqlite"] = compare(
                     name, "sqlite", steps, blocks, default_tracking_uri(folder), folder
@@ -135,13 +139,8 @@ def main() -> None:
                 # Started here: no server uses the cores while SQLite is measured.
                 with server(folder / f"server-{name}") as uri:
                     found[name]["http"] = compare(name, "http", steps, blocks, uri, folder)
-    if not options.quick:
-        save(
-            "tracking_overhead"
-            if options.longer == 1
-            else f"tracking_overhead_{options.longer}_times_longer",
-            workloads=found,
-        )
+    if is_whole(parser, options, "longer", "only", "workload"):
+        save(file, workloads=found)
 
 
 if __name__ == "__main__":
