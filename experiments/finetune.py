@@ -14,6 +14,7 @@ from torch import Tensor, nn, optim
 from torch.nn.functional import cross_entropy, interpolate
 from torch.utils.data import TensorDataset
 from torchvision.models import resnet18
+from torchvision.transforms.functional import normalize
 
 from rankzero import Choice, Experiment, Goal, Train
 
@@ -53,6 +54,9 @@ class Finetune(Experiment):
 
     def data(self) -> tuple[TensorDataset, TensorDataset]:
         images, labels = digits(5, 9)
+        if self.weights is not None:
+            # Each colour as the backbone has seen it: with ImageNet's mean and spread.
+            images = normalize(images, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
         return TensorDataset(images[:100], labels[:100]), TensorDataset(images[100:], labels[100:])
 
     def model(self) -> nn.Module:

@@ -14,7 +14,7 @@ from torch import Tensor, nn, optim
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import TensorDataset
 
-from rankzero import Choice, Experiment, Goal, Ratio, Train
+from rankzero import Choice, Experiment, Goal, Ratio, Train, UserError
 
 PAGES = sorted((Path(__file__).parents[1] / "docs").rglob("*.md"))
 PADDING = 0  # No page has this byte.
@@ -67,6 +67,8 @@ class SmallGPT(Experiment):
     def data(self) -> tuple[TensorDataset, TensorDataset]:
         """Return windows [n, context + 1]. Every tenth is for validation."""
         windows = []
+        if not PAGES:
+            raise UserError(f"no pages in {Path(__file__).parents[1]}/docs: let PAGES name yours")
         for page in PAGES:
             text = torch.frombuffer(bytearray(page.read_bytes()), dtype=torch.uint8).long()
             # A window begins with the last byte of the one before. A page's last one is padded.

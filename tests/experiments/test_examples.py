@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rankzero import experiment_file
+from rankzero import UserError, experiment_file
 from support.commands import Command
 from support.paths import EXPERIMENTS
 from support.two_ranks import Case, launched, seen
@@ -102,6 +102,18 @@ def test_ranks_of_two_machines_with_one_pid_write_the_shards(
     for _ in range(2):
         stream.data()
     assert len(set(names)) == len(names) > 2
+
+
+def test_weights_of_imagenet_get_images_with_its_mean_and_spread() -> None:
+    kind = experiment_file.load(str(EXPERIMENTS / "finetune.py"))
+    images, own = (kind(weights=weights).data()[0].tensors[0] for weights in ("DEFAULT", None))
+    assert images[:, 0] == pytest.approx((own[:, 0] - 0.485) / 0.229, abs=1e-5)
+
+
+def test_a_copied_gpt_says_that_it_has_no_text(tmp_path: Path) -> None:
+    (tmp_path / "gpt.py").write_text((EXPERIMENTS / "gpt.py").read_text())
+    with pytest.raises(UserError, match="no pages in"):
+        experiment_file.load(str(tmp_path / "gpt.py"))().data()
 
 
 def test_padding_does_not_change_what_a_reader_says() -> None:
