@@ -551,6 +551,20 @@ def test_another_configuration_may_reach_a_target_where_yours_is_nan(search: Sea
     assert found.beaten and "best" not in study.trials()[0].facts
 
 
+def test_a_loss_that_is_nan_is_further_off_than_any_other(search: Searcher) -> None:
+    class Blind(FakeLauncher):
+        def quality(self, experiment: Experiment, samples: float) -> float:
+            own = experiment.train.batch_size == 32 and experiment.lr == 0.03
+            return math.nan if own else 1.01 - super().quality(experiment, samples)
+
+    goal = Goal("val/accuracy", "min", target=0.05)
+    found, study, _, _ = search(Blind(by_trial({2: "nan"})), Mine(goal=goal), trials=6)
+    own, diverged = study.trials()[0], study.trials()[2]
+    assert own.constraints["quality"] == diverged.constraints["quality"] == math.inf
+    assert not any("further from the quality" in one.facts["reason"] for one in study.trials())
+    assert found.beaten
+
+
 def test_a_reference_that_crashes_is_not_said_to_need_a_target(search: Searcher) -> None:
     with pytest.raises(RunFailed) as raised:
         search(FakeLauncher(lambda number, _: "crash"))

@@ -155,7 +155,8 @@ class LearningCurve:
     def gap(self, target: float) -> float:
         """Return by how much the best value misses `target`, relative to it. 0 or less: reached."""
         if self.best is None:
-            return 1.0
+            # A metric that is to be large misses by 1 with the value 0. A loss may miss by more.
+            return 1.0 if self.goal.mode == "max" else math.inf
         missing = target - self.best if self.goal.mode == "max" else self.best - target
         if dataclasses.replace(self.goal, target=target).reached(self.best):
             missing = min(0.0, missing)

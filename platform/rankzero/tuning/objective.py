@@ -146,7 +146,8 @@ class Objective:
         step = step_ratio * curve.step
         before = [one for one in points if one.seconds <= curve.seconds and one.step <= step]
         other = dataclasses.replace(curve, points=before)
-        return bool(before) and self.gap(curve) > self.gap(other)
+        # All values before may be NaN. Nothing is further off.
+        return other.best is not None and self.gap(curve) > self.gap(other)
 
     def _watts(self, curve: LearningCurve) -> float:
         """Return the joules of each second of training. The start's energy does not count."""

@@ -45,6 +45,8 @@ def open_store(url: str) -> Iterator[optuna.storages.BaseStorage]:
     optuna.logging.set_verbosity(logging.ERROR)
     # A choice among lists is stored as JSON, in each store here. Optuna warns at each reading.
     warnings.filterwarnings("ignore", "Choices for a categorical distribution should be a tuple")
+    # A loss that was NaN in each evaluation has an infinite value, which is what clipping is for.
+    warnings.filterwarnings("ignore", "Clip non-finite values to the min/max finite values")
     drivers.require_driver(url)
     try:
         with warnings.catch_warnings():
