@@ -21,7 +21,7 @@ from rankzero.tuning.agreement import (
 )
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.probe.grid import ProbeResult
-from rankzero.tuning.space import BATCH_INDEX, PRECISION, SPEED, make_space
+from rankzero.tuning.space import BATCH, BATCH_INDEX, PRECISION, SPEED, make_space, only
 from rankzero.tuning.study import Study, open_study
 
 
@@ -112,7 +112,7 @@ def test_a_trial_whose_batch_does_not_fit_accumulates_what_fitted(
 def test_a_study_of_an_older_version_has_no_settings_of_speed(study: Study) -> None:
     agree_on_space(study, SPACE_OF_MINE, MAP, SearchOptions())
     old = {name: value for name, value in study.facts[SPACE].items() if name != "speed"}
-    study.note(SPACE, {**old, "signature": "of the older version's ranges"})
+    study.note(SPACE, {**old, "signature": "an older version's 'lr_factor'"})
     agree_on_space(study, SPACE_OF_MINE, MAP, SearchOptions())
     space = check_space(study, SPACE_OF_MINE, SearchOptions())
     assert space.speed == {} and SPEED not in space.parameters()
@@ -244,6 +244,16 @@ def test_a_study_of_an_older_version_stored_no_settings(study: Study) -> None:
         agree_on_space(study, other, [], SearchOptions())
 
 
+@pytest.mark.parametrize("lr", [False, True])
+def test_a_study_keeps_its_knobs(study: Study, lr: bool) -> None:
+    fixed = only(SPACE_OF_MINE, {BATCH})
+    first, other = (SPACE_OF_MINE, fixed) if lr else (fixed, SPACE_OF_MINE)
+    agree_on_space(study, first, MAP, SearchOptions())
+    agree_on_space(study, first, MAP, SearchOptions())
+    with pytest.raises(UserError, match=r"one learning rate.*: give the same settings, --knobs"):
+        agree_on_space(study, other, MAP, SearchOptions())
+
+
 def test_a_study_keeps_its_numbers_of_devices(study: Study) -> None:
     both = make_space(Mine(), 1, 0.5, samples=1000, more=(2,))
     assert agree_on_space(study, both, [], SearchOptions()).devices == (1, 2)
@@ -273,7 +283,8 @@ def test_a_study_of_one_number_of_devices_keeps_it(study: Study) -> None:
 
 
 def test_a_study_of_an_older_version_has_one_number_of_devices(study: Study) -> None:
-    study.note(SPACE, {"batch_sizes": [32], "precisions": ["fp32"], "signature": "", "speed": {}})
+    old = {"batch_sizes": [32], "precisions": ["fp32"], "signature": "'lr_factor'", "speed": {}}
+    study.note(SPACE, old)
     assert agree_on_space(study, SPACE_OF_MINE, [], SearchOptions()).devices == (1,)
     both = make_space(Mine(), 1, 0.5, samples=1000, more=(2,))
     with pytest.raises(

@@ -16,7 +16,7 @@ from rankzero.search_ranges import Choice, LogUniform
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.probe import grid
 from rankzero.tuning.probe.grid import ProbeResult
-from rankzero.tuning.space import BATCH, Space, narrowed, only, row_name
+from rankzero.tuning.space import BATCH, FACTOR, Space, narrowed, only, row_name
 from rankzero.tuning.study import Study
 
 SPACE = "space"
@@ -142,17 +142,19 @@ def _stored_space(study: Study, space: Space) -> Space:
 
 def _check_sizes(study: Study, found: Space) -> None:
     # Trials store the index of their batch size, so the stored list must stay.
-    fact = study.facts[SPACE]
-    wanted = _sizes_text(fact["batch_sizes"], fact["precisions"])
-    if wanted != (given := _sizes_text(found.batch_sizes, found.precisions)):
+    fact, name = study.facts[SPACE], repr(FACTOR)
+    wanted = _sizes_text(fact["batch_sizes"], fact["precisions"], name in fact["signature"])
+    given = _sizes_text(found.batch_sizes, found.precisions, FACTOR in found.parameters())
+    if wanted != given:
         raise UserError(
             f"study {study.name} searches {wanted}, and this command {given}: give the same "
-            "settings on the same kind of device, or --new"
+            "settings, --knobs and --sampler on the same kind of device, or --new"
         )
 
 
-def _sizes_text(sizes: Sequence[int], precisions: Sequence[str]) -> str:
-    return f"the batch sizes {', '.join(map(str, sizes))} in {'/'.join(precisions)}"
+def _sizes_text(sizes: Sequence[int], precisions: Sequence[str], has_lr: bool) -> str:
+    rates = "several learning rates" if has_lr else "one learning rate"
+    return f"the batch sizes {', '.join(map(str, sizes))} in {'/'.join(precisions)} with {rates}"
 
 
 def _check_began_alike(study: Study, space: Space, options: SearchOptions) -> None:
