@@ -21,6 +21,7 @@ from rankzero.catalog import dead_runs
 from rankzero.config import values
 from rankzero.errors import UserError
 from rankzero.launch.agent import Topology
+from rankzero.mlflow_store import uris
 from rankzero.redaction.text import url_without_secrets
 from rankzero.reporting import html_page
 from rankzero.run_store import run_locks
@@ -241,9 +242,21 @@ def how_many_devices(space: Space, winner: Candidate, gpus: int) -> str:
 
 
 def _run_in_mlflow(setup: SearchSetup, study: Study) -> str | None:
-    """Return the id of the study's run, if it is in the MLflow that this process delivers to."""
+    """Return the id of the study's run, if it is in the MLflow that this process delivers to.
+
+    Raises UserError if it was in the embedded store, and is erased.
+    """
     parent, own = study.facts.get(_PARENT), url_without_secrets(setup.identity.tracking_uri)
-    return parent["uuid"] if parent and parent["tracking_uri"] == own else None
+    if not parent or parent["tracking_uri"] != own:
+        return None
+    is_embedded = own == uris.default_tracking_uri(setup.root)
+    if is_embedded and not (setup.root / "runs" / study.name).exists():
+        where = url_without_secrets(setup.storage)
+        raise UserError(
+            f"the run of study {study.name} and its trials are erased, and {where} still has the "
+            "study: choose another --name"
+        )
+    return str(parent["uuid"])
 
 
 def _probe(setup: SearchSetup, study: Study, run: StudyRun) -> Probe:
