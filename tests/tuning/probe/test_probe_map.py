@@ -219,6 +219,25 @@ def test_a_cell_that_hangs_is_killed_and_the_next_one_measured(tmp_path: Path) -
     assert len({line.split("failed")[0] for line in lines}) == len(lines), "a cell was tried twice"
 
 
+class SlowHost(HangingHost):
+    """Its first cell takes batches, and has no result for long."""
+
+    looks = 0
+
+    def has_ended(self, _: float) -> bool:
+        self.looks += 1
+        self.requests[0].beat.write_text(str(self.looks))
+        time.sleep(0.05)
+        return self.looks > 8
+
+
+def test_a_cell_that_takes_batches_is_alive(tmp_path: Path) -> None:
+    host = SlowHost()
+    with pytest.raises(RunFailed, match="no batch size could be measured"):
+        probe_map.measure(SPACE, DESCRIBED, "", tmp_path, cast("Any", host), print, 0.2)
+    assert host.looks > 8 and host.signals == []
+
+
 class SuspendedHost(BrokenHost):
     """While it is looked at first, the search itself stands still for more than a second."""
 

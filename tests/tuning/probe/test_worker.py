@@ -34,7 +34,7 @@ def test_a_pipeline_is_measured_with_the_users_own_micro_batch(
     )
     experiment = tiny(train__strategy=strategy, train__batch_size=16, train__micro_batch=4)
     world = World(Ranks(), torch.device("cpu"))
-    worker._measure_or_fail(experiment, (None, None), world, Cell(8, 8, "fp32"), 1.0)
+    worker._measure_or_fail(experiment, (None, None), world, Cell(8, 8, "fp32"), 1.0, None)
     assert found == [size]
 
 

@@ -189,11 +189,11 @@ def _measure_once(
     folder, key = request.results.parent, request.results.stem
     # The folder has the maps of all experiments.
     host.run(worker.main, topology, request, logs, folder, key)
-    silence = Silence()
+    silence, beat = Silence(), 0
     while not has_ended:
         has_ended = host.has_ended(_POLL_SECONDS)
-        lines = _lines(request.results)
-        is_alive = host.is_starting or len(lines) > shown
+        before, beat, lines = beat, _changed_at(request.beat), _lines(request.results)
+        is_alive = host.is_starting or len(lines) > shown or beat != before
         for fields in lines[shown:]:
             if "status" in fields:
                 notify(_line(grid.parse(fields)))
@@ -213,6 +213,10 @@ def _measure_once(
     # may be no fault of the cell: it is measured once again.
     if lines and "begun" in lines[-1] and (not host.was_lost or lines[-2:-1] == lines[-1:]):
         _record_lost(request, lines[-1]["begun"], notify)
+
+
+def _changed_at(path: Path) -> int:
+    return path.stat().st_mtime_ns if path.exists() else 0
 
 
 def _record_lost(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -55,6 +56,11 @@ class ProbeRequest:
     def failures(self) -> Path:
         """Return the folder of the ranks' failure files."""
         return self.results.with_suffix(".failures")
+
+    @property
+    def beat(self) -> Path:
+        """Return the file that changes while a cell takes batches."""
+        return self.results.with_suffix(".beat")
 
     def cells(self, measured: Sequence[ProbeResult]) -> list[ProbeResult]:
         """Return the cells of this request's map. Others may be in the same file."""
@@ -115,13 +121,19 @@ def _measure_all(request: ProbeRequest, world: World) -> None:
         shortest = 2 * _SHORTEST_SECONDS if cell.plan else _SHORTEST_SECONDS
         seconds = max(shortest, _PART_OF_A_RUN * request.subject.run_samples / speed)
         seconds = min(_MOST_SECONDS, seconds)
-        measured.append(_measure_or_fail(experiment, data, world, cell, seconds))
+        beat = request.beat if world.ranks.first else None
+        measured.append(_measure_or_fail(experiment, data, world, cell, seconds, beat))
         if world.ranks.first:
             request.append(dataclasses.asdict(measured[-1]))
 
 
 def _measure_or_fail(
-    experiment: Experiment, data: _DataSets, world: World, cell: Cell, most_seconds: float
+    experiment: Experiment,
+    data: _DataSets,
+    world: World,
+    cell: Cell,
+    most_seconds: float,
+    beat: Path | None,
 ) -> ProbeResult:
     """Measure a cell; return it as out of memory if a single rank ran out. Collective."""
     import torch
@@ -138,7 +150,7 @@ def _measure_or_fail(
     experiment = config.override(experiment, settings)
     began = time.perf_counter()
     try:
-        return _measure(experiment, data, world, cell, most_seconds)
+        return _measure(experiment, data, world, cell, most_seconds, beat)
     except torch.OutOfMemoryError as error:
         # With several ranks, the others would wait for this one without end. So they all end.
         if world.is_distributed:
@@ -160,7 +172,12 @@ def _measure_or_fail(
 
 
 def _measure(
-    experiment: Experiment, data: _DataSets, world: World, cell: Cell, most_seconds: float
+    experiment: Experiment,
+    data: _DataSets,
+    world: World,
+    cell: Cell,
+    most_seconds: float,
+    beat: Path | None,
 ) -> ProbeResult:
     """Measure a cell's steady speed with the real data loading. Collective."""
     import torch
@@ -173,7 +190,7 @@ def _measure(
     device.forget_peak_memory(world)
     retries = _alloc_retries()
     job, state = build(experiment, world, data)
-    batches = job.train_loader.train_batches(job.batch_order, job.strategy.shard.rank, 0, _ENDLESS)
+    batches = _batches(job, beat)
     state.model.train()
     _window(job, state, batches, 1)
     (setup_seconds,) = _worst(world, time.perf_counter() - began)
@@ -202,6 +219,17 @@ def _measure(
         seconds=_worst(world, time.perf_counter() - began)[0],
         setup_seconds=setup_seconds,
     )
+
+
+def _batches(job: TrainingContext, beat: Path | None) -> Iterator[Any]:
+    """Yield this rank's batches. Write the file each second meanwhile: a slow step is no hang."""
+    rank, last = job.strategy.shard.rank, -math.inf
+    for batch in job.train_loader.train_batches(job.batch_order, rank, 0, _ENDLESS):
+        if beat is not None and time.monotonic() - last > 1.0:
+            last = time.monotonic()
+            with contextlib.suppress(OSError):
+                beat.write_text(str(last), encoding="utf-8")
+        yield batch
 
 
 def _steady_windows(
