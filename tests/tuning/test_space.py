@@ -411,6 +411,11 @@ def test_a_batch_of_more_than_half_of_the_samples_is_named() -> None:
     ]
 
 
+def test_a_range_without_another_batch_is_named() -> None:
+    (text,) = make_space(searching(train__batch_size=Integer(33, 63)), 1, 0.5).warnings()
+    assert "no trial has another train.batch_size than yours" in text and "Choice" in text
+
+
 def test_a_batch_that_cannot_be_divided_among_each_number_of_devices_is_named() -> None:
     batches = searching(train__batch_size=Choice(32, 64, 96, 128))
     three = make_space(override(batches, {BATCH: 96}), 1, 0.5, more=(3,))

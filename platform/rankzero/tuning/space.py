@@ -99,7 +99,10 @@ class Space:
         size = self.experiment(self.reference_parameters()).train.micro_batch
         changed = f"your own batch does not fit the memory: {_MICRO_BATCH}={size} accumulates it"
         is_own = size == self.reference.train.micro_batch
-        several = ((left_out, lost), (too_large, large), (changed, not is_own))
+        alone = f"no trial has another {BATCH} than yours: a range in `search` has powers of two "
+        alone += "times it, and Choice has any size"
+        is_alone = isinstance(own, Integer | Uniform | LogUniform) and len(self.batch_sizes) == 1
+        several = ((left_out, lost), (too_large, large), (changed, not is_own), (alone, is_alone))
         return [*found, *(text for text, holds in several if holds)]
 
     def check_reference(self) -> None:
