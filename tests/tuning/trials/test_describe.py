@@ -149,3 +149,10 @@ def test_what_data_import_to_prepare_a_file_is_no_change_of_the_code(
 def test_modules_of_python_below_the_folder_are_no_code_of_the_user() -> None:
     nothing = hashlib.sha256().hexdigest()[:16]
     assert describe._digest_of_code(Path(sysconfig.get_path("stdlib"))) == nothing
+
+
+def test_only_the_first_number_of_processes_has_the_users_micro_batch() -> None:
+    train = Train(batch_size=64, micro_batch=16)
+    describe._check_processes(train, [4, 8], 1, 8, 1)
+    with pytest.raises(UserError, match=r"8 processes x train.micro_batch=16"):
+        describe._check_processes(train, [8, 4], 1, 8, 1)

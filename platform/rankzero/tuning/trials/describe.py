@@ -252,6 +252,8 @@ def _check_processes(
         check_gpus(count)
         # Called for its check: it raises if the batch cannot be divided.
         micro_batch_size(train, ranks.shards(strategy, count * machines))
+        # Only the first is yours. Trials on others have a micro-batch that divides their share.
+        train = dataclasses.replace(train, micro_batch=None)
 
 
 def _fast_precisions() -> tuple[str, ...]:
