@@ -41,6 +41,7 @@ RUNGS, FIRST_RUNG = 12, 3
 _STARTUP_TRIALS = 6  # drawn at random, or given, before the sampler's model is used
 _LARGEST_SEED = 0xFFFFFFFF  # of NumPy's random numbers, which samplers draw with
 _GRID_POINTS = 5  # of a range that is not a list
+_MOST_INTEGERS = 100  # of a range that a grid has all integers of
 _DRAWING_SECONDS = 60.0  # at most, from a trial's creation until its owner's name is stored
 OWNER = "owner"
 """The attribute of a trial that names the process that runs it."""
@@ -339,8 +340,9 @@ def _grid_points(found: BaseDistribution) -> Sequence[Any]:
     match found:
         case CategoricalDistribution():
             return found.choices
-        case IntDistribution():
-            return range(found.low, found.high + 1)
+        case IntDistribution(low=low, high=high):
+            several = [round(low + (high - low) * part) for part in parts]
+            return range(low, high + 1) if high - low < _MOST_INTEGERS else several
         case FloatDistribution(low=low, high=high, log=True):
             return [low * (high / low) ** part for part in parts]
         case FloatDistribution(low=low, high=high):
