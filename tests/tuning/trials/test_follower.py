@@ -8,8 +8,9 @@ from typing import Any, cast
 import pytest
 
 from rankzero import Experiment, Goal
+from rankzero.tuning.learning_curve import CurvePoint, LearningCurve
 from rankzero.tuning.objective import Objective
-from rankzero.tuning.trials.follower import TrialJob, TrialPool, TrialResult
+from rankzero.tuning.trials.follower import TrialJob, TrialPool, TrialResult, facts
 from support.fake_launcher import FakeLauncher
 
 GOAL = Goal("val/accuracy", "max")
@@ -55,3 +56,11 @@ def test_a_trial_is_killed_after_a_silence_of_its_own(
     result, asked = run_one(launcher, pool)
     killed = ["no sign of life for 5 s (--limit)"] if state == "FAIL" else []
     assert (result.state, asked) == (state, killed)
+
+
+def test_the_study_keeps_a_thousand_points_of_a_long_curve() -> None:
+    points = [CurvePoint(step, step / 7, 0.9123456789012345) for step in range(5000)]
+    curve = LearningCurve(Goal("val/accuracy", "max"), points)
+    kept = facts(TrialResult("COMPLETE", curve, "", {}, 1.0), Experiment(), "s-t00", 1)["curve"]
+    # MySQL's column has 65,535 bytes.
+    assert len(str(kept)) < 60_000 and kept[-1][0] == 4999 and kept == sorted(kept)

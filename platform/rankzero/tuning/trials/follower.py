@@ -274,6 +274,7 @@ def combined(results: Sequence[TrialResult]) -> TrialResult:
 def facts(result: TrialResult, experiment: Experiment, label: str, devices: int) -> dict[str, Any]:
     """Return the study's attributes of a trial. Old studies have them: the names stay."""
     settings, curve = flatten(experiment), result.curve
+    points = curve.points[:: -(len(curve.points) // 1000 + 1)]
     known = {
         "run": label,
         "reason": result.reason,
@@ -288,7 +289,7 @@ def facts(result: TrialResult, experiment: Experiment, label: str, devices: int)
         "samples_per_second": curve.samples_per_second,
         "memory_megabytes": curve.memory_megabytes,
         "joules": curve.joules,
-        # Rounded: the study's database keeps it as JSON.
-        "curve": [[point.step, round(point.seconds, 4), point.value] for point in curve.points],
+        # Rounded, a thousand at most, with the last: the study's database keeps it as JSON.
+        "curve": [[one.step, round(one.seconds, 4), one.value] for one in points[::-1]],
     }
     return {name: fact for name, fact in known.items() if fact is not None}
