@@ -39,6 +39,10 @@ SCALED = (*IN_STEPS, _MICRO_BATCH)
 _ROUNDED = (BATCH, *IN_STEPS)
 _FACTORS = LogUniform(1 / 32, 32.0)  # three decades: a guess may be far off
 _WIDE_STEP, _SHORT_WAY, _EDGE = 4.0, 1.2, 1.5  # ratios of learning rates
+_ALONE = (
+    f"no trial has another {BATCH} than yours: a range in `search` has powers of two times it, and "
+    "Choice has any size"
+)
 _MOST_DOUBLINGS = 5  # up or down from the user's own batch size
 
 
@@ -99,10 +103,8 @@ class Space:
         size = self.experiment(self.reference_parameters()).train.micro_batch
         changed = f"your own batch does not fit the memory: {_MICRO_BATCH}={size} accumulates it"
         is_own = size == self.reference.train.micro_batch
-        alone = f"no trial has another {BATCH} than yours: a range in `search` has powers of two "
-        alone += "times it, and Choice has any size"
         is_alone = isinstance(own, Integer | Uniform | LogUniform) and len(self.batch_sizes) == 1
-        several = ((left_out, lost), (too_large, large), (changed, not is_own), (alone, is_alone))
+        several = ((left_out, lost), (too_large, large), (changed, not is_own), (_ALONE, is_alone))
         return [*found, *(text for text, holds in several if holds)]
 
     def check_reference(self) -> None:

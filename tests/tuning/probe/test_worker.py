@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +35,7 @@ def test_a_pipeline_is_measured_with_the_users_own_micro_batch(
     )
     experiment = tiny(train__strategy=strategy, train__batch_size=16, train__micro_batch=4)
     world = World(Ranks(), torch.device("cpu"))
-    worker._measure_or_fail(experiment, (None, None), world, Cell(8, 8, "fp32"), 1.0, None)
+    worker._measure_or_fail(experiment, (None, None), world, Cell(8, 8, "fp32"), 1.0, Path())
     assert found == [size]
 
 

@@ -121,8 +121,7 @@ def _measure_all(request: ProbeRequest, world: World) -> None:
         shortest = 2 * _SHORTEST_SECONDS if cell.plan else _SHORTEST_SECONDS
         seconds = max(shortest, _PART_OF_A_RUN * request.subject.run_samples / speed)
         seconds = min(_MOST_SECONDS, seconds)
-        beat = request.beat if world.ranks.first else None
-        measured.append(_measure_or_fail(experiment, data, world, cell, seconds, beat))
+        measured.append(_measure_or_fail(experiment, data, world, cell, seconds, request.beat))
         if world.ranks.first:
             request.append(dataclasses.asdict(measured[-1]))
 
@@ -133,7 +132,7 @@ def _measure_or_fail(
     world: World,
     cell: Cell,
     most_seconds: float,
-    beat: Path | None,
+    beat: Path,
 ) -> ProbeResult:
     """Measure a cell; return it as out of memory if a single rank ran out. Collective."""
     import torch
@@ -177,7 +176,7 @@ def _measure(
     world: World,
     cell: Cell,
     most_seconds: float,
-    beat: Path | None,
+    beat: Path,
 ) -> ProbeResult:
     """Measure a cell's steady speed with the real data loading. Collective."""
     import torch
@@ -221,11 +220,11 @@ def _measure(
     )
 
 
-def _batches(job: TrainingContext, beat: Path | None) -> Iterator[Any]:
-    """Yield this rank's batches. Write the file each second meanwhile: a slow step is no hang."""
+def _batches(job: TrainingContext, beat: Path) -> Iterator[Any]:
+    """Yield this rank's batches. Rank 0 writes the file meanwhile: a slow step is no hang."""
     rank, last = job.strategy.shard.rank, -math.inf
     for batch in job.train_loader.train_batches(job.batch_order, rank, 0, _ENDLESS):
-        if beat is not None and time.monotonic() - last > 1.0:
+        if job.world.ranks.first and time.monotonic() - last > 1.0:
             last = time.monotonic()
             with contextlib.suppress(OSError):
                 beat.write_text(str(last), encoding="utf-8")
