@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import time
 from pathlib import Path
@@ -99,9 +100,14 @@ def test_a_deleted_run_is_left_out_and_not_trained_again(rankzero: Command) -> N
     code, output = rankzero("repeat", "r")
     assert code == 0 and len(starts(child)) == 1 and "1 of 2 runs are missing" in output, output
     assert "missing: seed=1: DELETED" in output and "delete --restore r-seed1" in output, output
+    parent = mlflow_runs(rankzero.folder)["r"].metrics
+    best = [last_end(run).metrics["best"] for run in rankzero.runs if run.identity.parent]
+    assert parent["val/accuracy/mean"] in best and math.isnan(parent["val/accuracy/half_width"])
     rankzero.succeed("delete", "--restore", "r-seed1")
     code, output = rankzero("repeat", "r")
     assert code == 0 and len(starts(child)) == 1 and "over 2 seeds." in output, output
+    parent = mlflow_runs(rankzero.folder)["r"].metrics
+    assert parent["val/accuracy/mean"] == pytest.approx(sum(best) / 2)
 
 
 @pytest.mark.slow

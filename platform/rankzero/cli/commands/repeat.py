@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Sequence
 
@@ -28,6 +29,7 @@ from rankzero.repeats import plan as plans
 from rankzero.repeats import results
 from rankzero.repeats.plan import Plan, Repetition
 from rankzero.repeats.results import RunResult
+from rankzero.reporting.run_facts import facts_of
 from rankzero.run_store import provenance
 from rankzero.run_store.attempt import is_written, sole_launcher
 from rankzero.run_store.folder import RunFolder
@@ -141,6 +143,7 @@ def _train(
     folders = [RunFolder(runs / name) for name in plans.run_names(plan, parent)]
     found = [results.read(one, folder) for (one, _, _), folder in zip(parts, folders, strict=True)]
     _write(study, plan, found)
+    _log_means(study, found)
     for number, (one, experiment, topology) in enumerate(parts):
         folder = folders[number]
         if found[number].settled or forwarder.received:
@@ -167,10 +170,16 @@ def _train(
             except RunFailed as error:
                 print_line(f"failed: {error}")
         found[number] = results.read(one, folder)
-        if found[number].finished:
-            done = sum(result.finished for result in found)
-            study.log_metrics(done, results.flat(results.means(found)))
+        _log_means(study, found)
     return found
+
+
+def _log_means(study: StudyRun, found: Sequence[RunResult]) -> None:
+    """Log the means. Those of an earlier session may have counted a run that is deleted now."""
+    facts, new = facts_of(study.folder), results.flat(results.means(found))
+    if facts.metrics or new:
+        # MLflow shows the value at the highest step.
+        study.log_metrics(facts.steps + 1, {**dict.fromkeys(facts.metrics, math.nan), **new})
 
 
 def _finish(
