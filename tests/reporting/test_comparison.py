@@ -55,6 +55,12 @@ def test_only_differences_are_shown() -> None:
     assert sections([left, left], everything=True).keys() >= {"Result", "Settings", "Code"}
 
 
+def test_results_that_differ_in_a_late_digit_are_a_difference() -> None:
+    sides = [side(started(), evaluated(4, value)) for value in (0.123412, 0.123449)]
+    rows = {row.key: row.values for row in sections(sides)["Result"]}
+    assert rows["val/accuracy"] == ("0.12341", "0.12345")
+
+
 def test_other_data_are_a_difference() -> None:
     def data(digest: str) -> DataDescribed:
         return DataDescribed(T0, "training", "Mine", digest, "all", "code", "e.py", 1500, {})

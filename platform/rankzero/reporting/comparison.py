@@ -77,7 +77,7 @@ def sections(
     facts = [side.facts for side in sides]
     status = ComparisonRow("status", tuple(side.status for side in sides))
     kinds = {
-        "Result": [status, *_numbers([*map(_metrics, facts)])],
+        "Result": [status, *_numbers([*map(_metrics, facts)], digits=17)],
         "Speed": _speed_rows(facts),
         "Tags": _texts([one.tags for one in facts]),
         "Settings": _texts([one.params for one in facts]),
@@ -181,20 +181,19 @@ def _texts(found: Sequence[Mapping[str, str]]) -> Iterator[ComparisonRow]:
         yield ComparisonRow(key, tuple(one.get(key, "") for one in found))
 
 
-def _numbers(found: Sequence[Mapping[str, float]]) -> Iterator[ComparisonRow]:
+def _numbers(found: Sequence[Mapping[str, float]], digits: int = 4) -> Iterator[ComparisonRow]:
+    """Yield a row for each key. `digits`: at most so many tell two values apart."""
     for key in dict.fromkeys(itertools.chain(*found)):
-        values = [one.get(key) for one in found]
+        values = [number(one.get(key)) for one in found]
         change = _change(*values) if len(values) == 2 else ""
-        yield ComparisonRow(key, tuple(map(_text, values)), change)
+        texts = ["" if one is None else shown(one) for one in values]
+        for more in range(5, digits + 1):
+            if len(set(texts)) < len(set(map(repr, values))):
+                texts = ["" if one is None else f"{one:.{more}g}" for one in values]
+        yield ComparisonRow(key, tuple(texts), change)
 
 
-def _text(value: float | None) -> str:
-    real = number(value)
-    return "" if real is None else shown(real)
-
-
-def _change(left: float | None, right: float | None) -> str:
-    before, after = number(left), number(right)
+def _change(before: float | None, after: float | None) -> str:
     if not before or after is None or after == before:
         return ""
     ratio = after / before
