@@ -116,10 +116,11 @@ def test_uncommitted_changes_are_compared_by_file() -> None:
     ]
 
 
-def test_the_commands_that_repeat_a_run() -> None:
-    def commands(*events: object) -> list[str]:
-        return reproduce.commands("mine", fold(events))  # type: ignore[arg-type]
+def commands(*events: object) -> list[str]:
+    return reproduce.commands("mine", fold(events))  # type: ignore[arg-type]
 
+
+def test_the_commands_that_repeat_a_run() -> None:
     train = "/usr/bin/rankzero train x.py --run-name mine lr=1 'name=a b'"
     assert commands(begun(train)) == ["rankzero train x.py lr=1 'name=a b'"]
     assert commands(begun(train.replace("--run-name", "--name"))) == commands(begun(train))
@@ -156,10 +157,18 @@ def test_the_commands_that_repeat_a_run() -> None:
     # A job that is submitted again runs the same command, with --resume-if-there.
     submitted = dataclasses.replace(begun(train, 2), params=limited.params)  # type: ignore[type-var,attr-defined]
     assert commands(limited, ended(), submitted)[1:] == ["rankzero resume mine-again"]
+    assert commands(begun("train.py --lr 3")) == ["python train.py --lr 3"]
+    assert commands(started()) == []
+
+
+def test_the_commands_that_repeat_a_run_of_a_search_or_a_repeat() -> None:
     trial = begun("rankzero search x.py --trials 3", rankzero__experiment_file="x.py")
     assert commands(trial) == ["rankzero train x.py --from mine --nproc 1"]
+    repeats = [begun(f"rankzero repeat {what}", n) for n, what in enumerate(("x.py", "r"), 1)]
+    assert commands(*repeats) == ["rankzero train EXP --from mine --nproc 1"]
+    # The own run of a probe, a comparison or a repeat.
+    probe = begun("rankzero probe x.py", rankzero__study="mine")
+    assert commands(probe) == ["rankzero probe x.py"]
     study = started(**{"search.sampler": "tpe"})
     study = dataclasses.replace(study, environment={"rankzero.command": "rankzero search x.py"})
     assert commands(study) == ["rankzero search x.py"]
-    assert commands(begun("train.py --lr 3")) == ["python train.py --lr 3"]
-    assert commands(started()) == []

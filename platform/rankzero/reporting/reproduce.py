@@ -17,7 +17,7 @@ def commands(name: str, facts: Facts) -> list[str]:
     """Return the commands for the code and for each attempt, or none if no attempt has one."""
     recorded, stops = list[list[str]](), dict[int, int]()
     for text, at_limit, interrupted in facts.every_command:
-        one = words(text)
+        one = _own(words(text), name, facts)
         is_resume = one[1:2] == ["resume"]
         # A resume is exact. The first command trains on to the end, or to the next time limit.
         if at_limit and not is_resume and one in recorded:
@@ -28,7 +28,7 @@ def commands(name: str, facts: Facts) -> list[str]:
             recorded.append(one)
     # Only a resume needs to know the new run's name.
     again = f"{name}-again" if any(command[1:2] == ["resume"] for command in recorded) else ""
-    attempts = [shlex.join(_repeated(command, name, again, facts)) for command in recorded]
+    attempts = [shlex.join(_repeated(command, name, again)) for command in recorded]
     for place, step in sorted(stops.items(), reverse=True):
         stop = f"# this attempt continued from step {step}; the command above trains past it"
         attempts.insert(place, stop)
@@ -45,19 +45,22 @@ def _changes(command: list[str]) -> bool:
     return any("=" in word and not word.startswith("-") for word in command)
 
 
-def _repeated(command: list[str], name: str, again: str, facts: Facts) -> list[str]:
+def _own(command: list[str], name: str, facts: Facts) -> list[str]:
+    """Return the command, or the one that trains a child run alone if the command made many."""
+    is_parent = "rankzero.study" in facts.environment or "search.sampler" in facts.params
+    if is_parent or command[:1] != ["rankzero"] or command[1:2] in (["train"], ["resume"]):
+        return command
+    file = facts.environment.get("rankzero.experiment_file", "EXP")
+    processes = facts.params.get("world_size", "1")
+    return ["rankzero", "train", file, "--from", name, "--nproc", processes]
+
+
+def _repeated(command: list[str], name: str, again: str) -> list[str]:
     """Return the command of an attempt of the run `name`, for the new run `again`."""
     if command[:2] == ["rankzero", "train"]:
         return [*command, *([_RUN_NAME[0], again] if again else [])]
     if command[:2] == ["rankzero", "resume"]:
         return [again if word == name else word for word in command]
-    if "search.sampler" in facts.params:
-        return command  # The study itself.
-    if command[:1] == ["rankzero"]:
-        # A child run: the recorded command made many runs.
-        file = facts.environment.get("rankzero.experiment_file", "EXP")
-        processes = facts.params.get("world_size", "1")
-        return ["rankzero", "train", file, "--from", name, "--nproc", processes]
     return command
 
 
