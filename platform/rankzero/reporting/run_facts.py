@@ -218,7 +218,8 @@ def _start(facts: Facts, event: RunStarted) -> None:
         facts.best, facts.best_step, facts.best_metrics = None, 0, {}
     facts.goal = goal
     command = event.environment.get(_COMMAND)
-    if command:
+    # A notebook does not know its own name.
+    if command and "kernel_launcher.py" not in command:
         facts.every_command.append((command, at_limit, interrupted))
 
 
