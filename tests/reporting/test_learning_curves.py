@@ -46,3 +46,10 @@ def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     values = {"train/loss": [infinity, float("nan")], "val/x": [1e30, -infinity]}
     append(folder, started(), StepsLogged([1, 2], [T0, T0], values))
     assert learning_curves.write(tmp_path / "curves.png", metric_table.metrics(folder))
+
+
+def test_metrics_called_step_and_time_are_columns_too(tmp_path: Path) -> None:
+    append(folder := make_folder(tmp_path), StepsLogged([3], [T0], {"step": [1.0], "time": [2.0]}))
+    table = metric_table.metrics(folder)
+    assert [*table.columns] == ["step", "time", "step (metric)", "time (metric)"]
+    assert [*table["step"], *table["time (metric)"]] == [3, 2.0]

@@ -15,13 +15,15 @@ if TYPE_CHECKING:
 
 _Cell = tuple[str, int, float, float]
 """Metric, step, time, value."""
+_COLUMNS = {"step": "step (metric)", "time": "time (metric)"}
+"""The columns of metrics whose names the table's own columns have."""
 
 
 def metrics(folder: RunFolder, names: Sequence[str] = ()) -> DataFrame:
     """Return the metrics by step, with columns ``step``, ``time``, and one for each metric.
 
     `names`: only these metrics. A step that was repeated after a crash has its first values, as in
-    MLflow. A metric that a step does not have is NaN.
+    MLflow. A metric that a step does not have is NaN. One called ``time`` is ``time (metric)``.
     """
     return _table(cell for cell in _cells(read_all(folder.events)) if not names or cell[0] in names)
 
@@ -61,7 +63,7 @@ def _table(cells: Iterable[_Cell]) -> DataFrame:
     rows: dict[int, dict[str, float]] = {}
     times: dict[int, float] = {}
     for key, step, at, value in cells:
-        rows.setdefault(step, {}).setdefault(key, value)
+        rows.setdefault(step, {}).setdefault(_COLUMNS.get(key, key), value)
         times.setdefault(step, at)
     steps = sorted(rows)
     frame = pandas.DataFrame.from_records([rows[step] for step in steps])
