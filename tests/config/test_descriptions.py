@@ -18,6 +18,7 @@ class Own(Experiment):
     width: int = 8
     """Channels of the first layer. A wider network is slower, and it also needs more memory."""
     depth: int = 2
+    prompt: str = "Translate.\\nlr: 0.5"
 '''
 
 
@@ -41,4 +42,5 @@ def test_the_command_shows_what_each_key_is_in_80_columns(
     assert "slower, and it also needs more memory." in texts
     assert "Samples per optimizer step, over all ranks." in texts
     assert "# depth: int (2)\n" in printed
-    assert config.read_yaml(printed)["width"] == 8, "the output is a settings file"
+    read = config.read_yaml(printed)
+    assert (read["width"], read["prompt"]) == (8, "Translate.\nlr: 0.5"), "it is a settings file"

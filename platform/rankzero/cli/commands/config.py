@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import textwrap
 
 from rankzero import config, experiment_file
@@ -28,7 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
     print("\n# every legal key: type (value)")
     for leaf in config.leaves(experiment):
         kind, value = values.describe_type(leaf.annotation), values.render(leaf.value)
-        print(f"# {leaf.key}: {kind} ({value})")
+        text = f"{leaf.key}: {kind} ({value})"
+        print(f"# {text if text.isprintable() else json.dumps(text)[1:-1]}")
         for line in textwrap.wrap(texts.get(leaf.key, ""), _COLUMNS - len(_INDENT)):
             print(_INDENT + line)
     return 0
