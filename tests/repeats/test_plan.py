@@ -29,6 +29,7 @@ def test_every_combination_on_every_seed_with_all_folds_first() -> None:
 def test_a_list_has_values_with_commas() -> None:
     plan = make_plan(['augment=["flip,crop", "none"]', 'sizes=["1"],["2"]'], "1", 7, None)
     assert plan.over == {"augment": ("flip,crop", "none"), "sizes": ('["1"]', '["2"]')}
+    assert make_plan(["fold=0, 1"], "1", 7, None).over == {"fold": ("0", "1")}
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def _values(text: str) -> tuple[str, ...]:
         found = json.loads(text)
         if isinstance(found, list) and all(isinstance(one, str) for one in found):
             return tuple(found)
-    return tuple(filter(None, text.split(",")))
+    return tuple(filter(None, map(str.strip, text.split(","))))
 
 
 def _checked(plan: Plan) -> Plan:

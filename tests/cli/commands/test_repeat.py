@@ -154,6 +154,7 @@ def test_each_mistake_gets_one_message(rankzero: Command) -> None:
     for words, says in (
         ((TINY, "--over", "fold=0,1"), "unknown key 'fold'"),
         ((TINY, "--over", "width=8,wide"), "width: expected int, got 'wide'"),
+        ((TINY, "--over", "width=8,08"), "width=8, seed=0 and width=08, seed=0 are equal"),
         ((TINY, "--seeds", "no"), "--seeds takes their number"),
         ((TINY, "train.steps=9", "--over", "train.epochs=1,2"), "train.epochs=1 changes nothing"),
         (("nobody", "--seeds", 2), "no such experiment file: nobody"),

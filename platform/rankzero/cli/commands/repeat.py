@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Sequence
 
+from rankzero import config
 from rankzero.cli import launch_run, options
 from rankzero.cli.commands import search
 from rankzero.cli.commands.resume import RECORDER_SECONDS, class_of
@@ -128,6 +129,10 @@ def _new_folder(arguments: argparse.Namespace, experiment: Experiment, plan: Pla
 def _parts(arguments: argparse.Namespace, plan: Plan, experiment: Experiment) -> list[_Part]:
     """Return the runs to train. Raises UserError and ConfigError for a value that cannot be."""
     changed = [(one, with_changes(experiment, one.settings)) for one in plan]
+    first: dict[str, Repetition] = {}
+    for one, own in changed:
+        if (same := first.setdefault(config.to_yaml(own), one)) is not one:
+            raise UserError(f"{same.label} and {one.label} are equal: give each value once")
     return [(one, own, launch_run.topology_of(arguments, own.train)) for one, own in changed]
 
 
