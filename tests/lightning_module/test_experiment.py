@@ -190,6 +190,31 @@ def test_data_are_made_with_the_ranks_known() -> None:
         assert len(experiment().data()[0]) == len(tiny().data()[0])
 
 
+class Sized(Module):
+    """Has a batch size of its own, and a loader with another."""
+
+    def __init__(self, lr: float = 0.1, batch_size: int = 32) -> None:
+        super().__init__(lr)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(tiny().data()[0], batch_size=8)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(tiny().data()[1])
+
+
+def test_the_batch_size_of_a_module_is_the_default_also_with_train_in_the_file() -> None:
+    names = {"data": tiny().data}
+    for given, size in ((Train(epochs=1), 32), (Train(batch_size=64), 64)):
+        assert adopt(Sized, [], {**names, "train": given})().train.batch_size == size
+
+
+def test_a_loaders_batch_size_that_the_run_ignores_is_noticed() -> None:
+    for size, note in ((32, "the training loader has batch_size=8, the run 32"), (8, "")):
+        experiment = config.override(adopt(Sized, [], {})(), {"train.batch_size": size})
+        assert experiment._loader_note == note.replace("run ", "run train.batch_size=")  # type: ignore[attr-defined]
+
+
 class Awkward(Module):
     """Has arguments with names that an experiment has, too."""
 

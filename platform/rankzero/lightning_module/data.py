@@ -36,6 +36,8 @@ class LoadedData:
     """None without a validation set."""
     collate: Callable[..., Any]
     """As `Experiment.collate`: it may ask whether it trains."""
+    batch_size: int | None = None
+    """The training loader's, which the run does not take. None without a loader."""
 
 
 def from_hooks(source: Any) -> LoadedData:
@@ -47,12 +49,12 @@ def from_hooks(source: Any) -> LoadedData:
     source.setup("fit")
     train = _loader(source, "train_dataloader")
     if source.val_dataloader.__module__.startswith(_LIGHTNING):
-        return LoadedData(train.dataset, None, train.collate_fn)
+        return LoadedData(train.dataset, None, train.collate_fn, train.batch_size)
     val = _loader(source, "val_dataloader")
     # A single function may be PyTorch's default, which needs no loading processes for tensors.
     both: Callable[..., Any] = functools.partial(_collate, train.collate_fn, val.collate_fn)
     collate = train.collate_fn if train.collate_fn == val.collate_fn else both
-    return LoadedData(train.dataset, val.dataset, collate)
+    return LoadedData(train.dataset, val.dataset, collate, train.batch_size)
 
 
 def _collate(

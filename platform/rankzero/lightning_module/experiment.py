@@ -105,6 +105,14 @@ class _LightningExperiment(Experiment):
             return super().schedule(step, total_steps)
         return self._scheduler.after(step)
 
+    @property
+    def _loader_note(self) -> str:
+        found, used, ranks = self._lightning_data.batch_size, self.train.batch_size, self._trainer
+        # A loader of one rank may have its share of the batch.
+        if found in (None, used, used // ranks.world_size):
+            return ""
+        return f"the training loader has batch_size={found}, the run train.batch_size={used}"
+
     # cached_property writes to the instance's dictionary, so it also works on a frozen dataclass.
     @functools.cached_property
     def _counted_trainer(self) -> TrainerStub:
@@ -161,7 +169,11 @@ def adopt(
     fields = init_arguments.fields_of(classes)
     sizes = [init_arguments.parameters(cls).get(init_arguments.BATCH_SIZE) for cls in classes]
     batch_sizes = [one.default for one in sizes if one and type(one.default) is int]
-    kinds = {"train": Train, "goal": Goal, "search": Mapping}
+    train = names["train"] if isinstance(names.get("train"), Train) else Train()
+    # A batch size that the file gives `Train` comes first.
+    if batch_sizes and train.batch_size == Train.batch_size:
+        train = dataclasses.replace(train, batch_size=batch_sizes[0])
+    kinds = {"goal": Goal, "search": Mapping}
     # Each module gets a class of its own, because the fields of an experiment belong to its class.
     namespace = {
         "__module__": module.__module__,
@@ -174,7 +186,7 @@ def adopt(
             **{name: kind for name, (kind, _) in fields.items()},
         },
         **{name: default for name, (_, default) in fields.items()},
-        "train": Train(batch_size=batch_sizes[0]) if batch_sizes else Train(),
+        "train": train,
         **{name: names[name] for name, kind in kinds.items() if isinstance(names.get(name), kind)},
         "lr": init_arguments.learning_rate(module),
         "source": _Source(module, next(iter(data_modules), None), data),

@@ -173,6 +173,9 @@ def _notices(
     if left_out := job.left_out:
         more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
         yield f"optimizer() leaves out {', '.join(left_out[:3])}{more}, so they are not trained"
+    # A LightningModule's.
+    if note := getattr(job.experiment, "_loader_note", ""):
+        yield note
     early = improvement.early_end(job.experiment, state)
     if early and state.step < job.total_steps and not state.evaluation_pending:
         yield (
