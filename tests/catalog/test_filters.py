@@ -72,7 +72,7 @@ def test_a_condition_holds_for_a_run(word: str, holds: bool) -> None:
     assert parse(word).holds(ONE) is holds
 
 
-@pytest.mark.parametrize("word", ["status", "=3", "lr>high", "lr=>3", ""])
+@pytest.mark.parametrize("word", ["status", "=3", "lr>high", "lr=>3", "lr=0.1 train.seed=3", ""])
 def test_a_text_that_is_no_condition_is_an_error(word: str) -> None:
     with pytest.raises(UserError):
         parse(word)

@@ -79,7 +79,9 @@ def _read(
     # The second way reads a database with a write-ahead log in a folder that one may not write.
     for options in ("", "&immutable=1") if database.exists() else ():
         try:
-            with contextlib.closing(sqlite3.connect(uri + options, seconds, uri=True)) as store:
+            with contextlib.closing(
+                sqlite3.connect(uri + options, timeout=seconds, uri=True)
+            ) as store:
                 return read(store)
         except sqlite3.Error as error:
             if "locked" in str(error):

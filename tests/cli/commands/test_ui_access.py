@@ -486,10 +486,11 @@ def test_newest_run_is_one_of_the_server_that_is_shown(
     own = make_folder(tmp_path, uris.default_tracking_uri(tmp_path), name="own")
     append(own, started(), ended())
     assert sync.deliver(own).complete
-    there = make_folder(tmp_path, "http://127.0.0.1:9", name="there")
+    there = make_folder(tmp_path, "http://127.0.0.1:9", name="there", experiment="theirs")
     append(there, started(step=5), ended())
     state = delivery_state.load(delivery_state.path_of(own, 0))
     state = dataclasses.replace(state, run_id="1" * 32)
     delivery_state.save(delivery_state.path_of(there, 0), state)
-    link = list(ui._links(tmp_path, "http://x", empty=False))[-1]
-    assert link.startswith("newest run: ") and f"/runs/{mlflow_id(own)}?" in link
+    runs, newest = ui._links(tmp_path, "http://x", empty=False)
+    assert runs.startswith("runs: ")
+    assert newest.startswith("newest run: ") and f"/runs/{mlflow_id(own)}?" in newest

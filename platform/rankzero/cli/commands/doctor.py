@@ -140,7 +140,7 @@ def _check_sqlite(path: Path, timeout: float) -> str:
     try:
         # Read-only, so that a check never creates or repairs a database.
         address = f"{path.absolute().as_uri()}?mode=ro"
-        with contextlib.closing(sqlite3.connect(address, timeout, uri=True)) as database:
+        with contextlib.closing(sqlite3.connect(address, timeout=timeout, uri=True)) as database:
             (answer,) = database.execute("PRAGMA quick_check").fetchone()
     except sqlite3.OperationalError as error:  # as a lock
         raise RuntimeError(f"{error}: try again, or get the right to read {path}") from error

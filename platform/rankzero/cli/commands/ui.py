@@ -185,7 +185,8 @@ def _wait_for_end(process: subprocess.Popen[bytes]) -> None:
 
 def _links(root: Path, address: str, empty: bool) -> Iterator[str]:
     """Yield links to the newest run's experiment, in a useful view, and to that run."""
-    runs = lookup.listed(root / "runs")
+    # Runs of another server have no name in this store.
+    runs = [one for one in lookup.listed(root / "runs") if one.mlflow_name]
     if not runs:
         return
     # The server makes an empty store's tables. Two processes must not make them at once.
@@ -195,8 +196,7 @@ def _links(root: Path, address: str, empty: bool) -> Iterator[str]:
         yield f"runs: {base}/{experiment_id}/runs?{kind}&{saved_view.QUERY}"
     for one in runs:
         state = delivery.load(delivery.path_of(one.folder, 0))
-        # Runs of another server have no name in this store.
-        if one.mlflow_name and state.run_id and state.experiment_id:
+        if state.run_id and state.experiment_id:
             yield f"newest run: {base}/{state.experiment_id}/runs/{state.run_id}?{kind}"
             return
 
