@@ -227,7 +227,7 @@ def main() -> None:
             readings = compare(label, case, options.blocks, options.seconds, folder)
             # Each case says when it was measured: it takes minutes, and is measured alone again.
             found[label] = {"machine": machine(), **readings}
-            if not options.quick:
+            if options.blocks >= 4:  # fewer are a try
                 save("commands", cases=found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from pathlib import Path
 
 import pytest
@@ -123,10 +124,11 @@ def test_a_leader_that_lost_the_lead_ends_its_part_and_not_the_study(
         hosts=[],
         notify=notify,
     )
-    study.note("parent", {"uuid": "uuid", "tracking_uri": setup.identity.tracking_uri})
+    parent = {"uuid": "uuid", "tracking_uri": setup.identity.tracking_uri}
+    study.note("parent", {**parent, "host": socket.gethostname()})
     with pytest.raises(UserError, match="still has the study: choose another --name"):
-        search._run_in_mlflow(setup, study)  # its run is erased
-    study.note("parent", None)
+        search._lead(setup, study)  # its run is erased
+    study.note("parent", {**parent, "host": "another machine"})
     outcome = search._lead(setup, study)
     assert "Another one leads it since, and decides." in outcome.text
     ended = last_end(folder)

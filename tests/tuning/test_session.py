@@ -560,7 +560,8 @@ def test_a_loss_that_is_nan_is_further_off_than_any_other(search: Searcher) -> N
     goal = Goal("val/accuracy", "min", target=0.05)
     found, study, _, _ = search(Blind(by_trial({2: "nan"})), Mine(goal=goal), trials=6)
     own, diverged = study.trials()[0], study.trials()[2]
-    assert own.constraints["quality"] == diverged.constraints["quality"] == math.inf
+    assert own.constraints["quality"] == diverged.constraints["quality"] == 1.0
+    assert all(one.constraints["quality"] < 1.0 for one in study.trials() if "best" in one.facts)
     assert not any("further from the quality" in one.facts["reason"] for one in study.trials())
     assert found.beaten
 

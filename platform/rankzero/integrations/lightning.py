@@ -323,7 +323,7 @@ class RankZeroCallback(Callback):
             dict.fromkeys(one.meta.name for one in logged if not one.meta.sync.should)
         )
         if names and trainer.world_size > 1:
-            text = f"{names}: the values of rank 0 alone. Log them with sync_dist=True"
+            text = f"{names}: the values of rank 0. Log them with sync_dist=True, or reduce them"
             self._run.begin().tell("sync_dist", text)
 
     def _step(self, trainer: Trainer) -> int:

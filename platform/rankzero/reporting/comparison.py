@@ -182,7 +182,7 @@ def _texts(found: Sequence[Mapping[str, str]]) -> Iterator[ComparisonRow]:
 
 
 def _numbers(found: Sequence[Mapping[str, float]], digits: int = 4) -> Iterator[ComparisonRow]:
-    """Yield a row for each key. `digits`: at most so many tell two values apart."""
+    """Yield a row for each key. `digits`: at most so many separate two values."""
     for key in dict.fromkeys(itertools.chain(*found)):
         values = [number(one.get(key)) for one in found]
         change = _change(*values) if len(values) == 2 else ""

@@ -155,9 +155,10 @@ class LearningCurve:
     def gap(self, target: float) -> float:
         """Return by how much the best value misses `target`, relative to it. 0 or less: reached."""
         if self.best is None:
-            # A metric that is to be large misses by 1 with the value 0. A loss may miss by more.
-            return 1.0 if self.goal.mode == "max" else math.inf
+            return 1.0
         missing = target - self.best if self.goal.mode == "max" else self.best - target
         if dataclasses.replace(self.goal, target=target).reached(self.best):
             missing = min(0.0, missing)
-        return missing / max(abs(target), 1e-12)
+        size = max(abs(target), 1e-12)
+        # A loss may miss by many times its target. No value at all, 1, is further off than any.
+        return missing / (size + max(0.0, missing) if self.goal.mode == "min" else size)

@@ -11,6 +11,7 @@ import dataclasses
 import math
 import secrets
 import shlex
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -160,6 +161,7 @@ def has_changed(study: Study, code: str) -> bool:
 
 def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
     _check_like(setup, study)
+    _check_not_erased(setup, study)
     # Whichever machines have led the study, it has one run in MLflow.
     uuid = _run_in_mlflow(setup, study) or setup.identity.uuid
     with _open_run(setup, dataclasses.replace(setup.identity, uuid=uuid)) as run:
@@ -178,14 +180,14 @@ def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
 
 def _decide(setup: SearchSetup, study: Study, run: StudyRun) -> SearchOutcome:
     """Search as the leader. Raises LostLead."""
-    began = time.monotonic()
-    probe = _probe(setup, study, run) if setup.probes else Probe()
+    began, probe = time.monotonic(), _probe(setup, study, run) if setup.probes else Probe()
     measured, speed = probe.cells, speed_knobs.decided(probe.effects)
     space = agree_on_space(study, setup.space, measured, setup.options, speed)
     setup = dataclasses.replace(setup, space=space)
     # The folder may hold an earlier attempt's identity, which stays.
     own = run.folder.identity
-    study.note(_PARENT, {"uuid": own.uuid, "tracking_uri": url_without_secrets(own.tracking_uri)})
+    uri = url_without_secrets(own.tracking_uri)
+    study.note(_PARENT, {"uuid": own.uuid, "tracking_uri": uri, "host": socket.gethostname()})
     if setup.options.price is not None:
         study.note(PRICE, setup.options.price)
     # Stored once: a resumed search must not get other guesses from another probe map.
@@ -242,21 +244,21 @@ def how_many_devices(space: Space, winner: Candidate, gpus: int) -> str:
 
 
 def _run_in_mlflow(setup: SearchSetup, study: Study) -> str | None:
-    """Return the id of the study's run, if it is in the MLflow that this process delivers to.
-
-    Raises UserError if it was in the embedded store, and is erased.
-    """
+    """Return the id of the study's run, if it is in the MLflow that this process delivers to."""
     parent, own = study.facts.get(_PARENT), url_without_secrets(setup.identity.tracking_uri)
-    if not parent or parent["tracking_uri"] != own:
-        return None
-    is_embedded = own == uris.default_tracking_uri(setup.root)
-    if is_embedded and not (setup.root / "runs" / study.name).exists():
+    return parent["uuid"] if parent and parent["tracking_uri"] == own else None
+
+
+def _check_not_erased(setup: SearchSetup, study: Study) -> None:
+    # Another machine may have no folder of the run. It may have a store of the same path.
+    own = {"tracking_uri": uris.default_tracking_uri(setup.root), "host": socket.gethostname()}
+    began_here = own.items() <= (study.facts.get(_PARENT) or {}).items()
+    if began_here and not (setup.root / "runs" / study.name).exists():
         where = url_without_secrets(setup.storage)
         raise UserError(
             f"the run of study {study.name} and its trials are erased, and {where} still has the "
             "study: choose another --name"
         )
-    return str(parent["uuid"])
 
 
 def _probe(setup: SearchSetup, study: Study, run: StudyRun) -> Probe:

@@ -32,9 +32,6 @@ from rankzero.tuning.store_locks import FLOCK, journal_of
 
 _FIRST_OF_A_LINE = b'{"op_code":'
 _LENGTH = len(_FIRST_OF_A_LINE)
-# Warnings: Optuna warns at each reading of a choice among lists, which is stored as JSON.
-# A loss that was NaN in each evaluation has an infinite value, which the GP sampler clips.
-_USUAL = "Choices for a categorical distribution should be a tuple|Clip non-finite values"
 _RESTART_SECONDS, _PAUSE_SECONDS = 60.0, 0.5  # for a server to restart; between two tries
 _MOST_TRIES = 5  # to open a database whose tables another process makes at this moment
 _OF_LIBPQ = ("psycopg2", "psycopg")
@@ -46,7 +43,8 @@ def open_store(url: str) -> Iterator[optuna.storages.BaseStorage]:
     """Open a study's store. One that is locked, foreign or unreachable raises UserError."""
     # Optuna logs each trial, and the search prints it already.
     optuna.logging.set_verbosity(logging.ERROR)
-    warnings.filterwarnings("ignore", _USUAL)
+    # A choice among lists is stored as JSON, in each store here. Optuna warns at each reading.
+    warnings.filterwarnings("ignore", "Choices for a categorical distribution should be a tuple")
     drivers.require_driver(url)
     try:
         with warnings.catch_warnings():

@@ -55,3 +55,11 @@ def test_correlation_never_narrows_the_interval(values: list[float]) -> None:
     plain = (half_width(values) or 0.0) / steady.mean
     assert plain <= steady.relative_half_width * 1.000001
     assert steady.relative_half_width <= plain * math.sqrt(19.001)
+
+
+def test_a_step_of_a_minute_is_measured_twice() -> None:
+    steady = SteadyState(most_seconds=4.0)
+    for seconds in (90.0, 60.0, 61.0, 60.0):
+        assert not steady.enough
+        steady.add(seconds)
+    assert steady.enough and steady.windows == [61.0, 60.0]

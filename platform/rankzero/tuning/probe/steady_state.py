@@ -20,6 +20,7 @@ _WANTED = 0.01  # half the 95 % interval over the mean
 FEWEST = 5
 """Windows that are measured at least."""
 _MOST_WARM_UP = 12
+_SLOW = 10.0  # over the limit: a window so long is one step of many seconds, and two must do
 
 
 @dataclasses.dataclass
@@ -42,12 +43,14 @@ class SteadyState:
             agree = abs(seconds - before) <= _AGREEMENT * before
             # A speed that never settles is measured all the same. Its interval will be wide.
             self.warm = agree or len(self.warm_up) >= _MOST_WARM_UP
+            self.warm |= seconds > _SLOW * self.most_seconds
         self.warm_up.append(seconds)
 
     @property
     def enough(self) -> bool:
         """Return whether the interval is narrow, or the time is up."""
-        if len(self.windows) < FEWEST:
+        is_slow = bool(self.windows) and self.windows[0] > _SLOW * self.most_seconds
+        if len(self.windows) < (2 if is_slow else FEWEST):
             return False
         return self.relative_half_width <= _WANTED or sum(self.windows) >= self.most_seconds
 

@@ -246,8 +246,7 @@ def _result(
     # machine's, so it has no constraints.
     infeasible = {FailureKind.OUT_OF_MEMORY: 1.0, FailureKind.NOT_FINITE: 0.0}
     if failure in infeasible:
-        gap = objective.gap(LearningCurve(objective.goal))
-        constraints = {QUALITY: gap, MEMORY: infeasible[failure]}
+        constraints = {QUALITY: 1.0, MEMORY: infeasible[failure]}
         return TrialResult("PRUNED", curve, ended.reason, constraints, None)
     return TrialResult("FAIL", curve, stop_reason or ended.reason, {}, None)
 
