@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -156,12 +157,18 @@ def test_run_that_mlflow_gc_took_is_not_listed_and_its_disk_is_freed(
     assert here("prune", "--deleted", "--yes")[0] == 0 and not one.path.exists()
 
 
-def test_locked_store_does_not_count_as_one_without_deleted_runs(root: Path) -> None:
+def test_locked_store_does_not_count_as_one_without_deleted_runs(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with contextlib.closing(sqlite3.connect(root / "mlflow.db")) as database:
         database.execute("PRAGMA journal_mode=DELETE")  # as on a network file system
         database.execute("BEGIN EXCLUSIVE")
         with pytest.raises(UserError, match=r"locked .*mlflow\.db: try again"):
             deleted.read_store(root / "runs", seconds=0.01)
+        monkeypatch.setattr(deleted, "read_store", partial(deleted.read_store, seconds=0.01))
+        folder = make_folder(root)
+        mark(folder)
+        assert deleted.is_hidden(folder)
 
 
 def test_store_that_one_may_only_read_says_which_runs_are_deleted(root: Path) -> None:
@@ -490,13 +497,13 @@ def test_files_go_after_the_locks_that_a_network_file_system_would_keep(
 ) -> None:
     folder, opened = finished(root, "one"), list[str]()
 
-    def look(runs: Path) -> int:
+    def look(leftovers: Iterable[Path]) -> None:
         links = list(Path("/proc/self/fd").iterdir())
         opened.extend(str(link.readlink()) for link in links if link.is_symlink())
-        return tidy(runs)
+        erase(leftovers)
 
-    tidy, keeper = removal.tidy, Housekeeper()
-    monkeypatch.setattr(removal, "tidy", look)
+    erase, keeper = removal.erase, Housekeeper()
+    monkeypatch.setattr(removal, "erase", look)
     keeper.delete(folder)
     assert keeper.free(folder) and opened and not any("removed-" in path for path in opened)
     assert not list((root / "runs" / ".leftovers").iterdir())
@@ -507,7 +514,10 @@ def test_leftover_that_cannot_go_is_not_freed(root: Path) -> None:
     (root / "elsewhere").mkdir()
     (root / "elsewhere" / "file").write_text("text")
     # As of a trial's folder that was moved to another disk.
-    (root / "runs" / ".leftovers" / "removed-1").symlink_to(root / "elsewhere")
+    left = root / "runs" / ".leftovers" / "removed-1"
+    left.symlink_to(root / "elsewhere")
+    with pytest.raises(UserError, match=f"no right to remove all of {left}"):
+        removal.erase([left])
     assert removal.tidy(root / "runs") == 0 and (root / "elsewhere" / "file").exists()
 
 
@@ -693,6 +703,7 @@ def test_study_on_a_server_is_deleted_as_a_whole(
     monkeypatch.setattr(MlflowDeletion, "delete", fails_once)
     code, output = here("delete", "study", "--yes")
     assert code == FAILED and "kept: study: " in output and "study" in names(root), output
+    assert here("delete", "--restore", "study")[0] == 0 and not {*ids} & deletion.deleted()
     assert here("delete", "study", "--yes")[0] == 0 and set(ids) <= deletion.deleted()
     deletion.restore(ids[1])  # as if somebody had deleted the study alone, in MLflow's UI
     assert here("prune", "--deleted", "--yes")[0] == 0 and not study.path.exists()
@@ -736,6 +747,10 @@ def test_name_that_a_server_has_is_known_to_every_verb(
     folder.config.write_text("lr: 0.1\n")
     assert "here does not record an experiment file" in here("resume", "Ada's best")[1]
     assert "Ada's best has no model in MLflow" in here("register", "Ada's best", "model")[1]
+    old = finished(root, "old").path
+    shutil.rmtree(old)  # the embedded store still has it
+    assert f"looking in {uris.default_tracking_uri(root)}" in here("resume", "old")[1]
+    shutil.rmtree(old)
     code, output = here("delete", "Ada's best", "--yes")
     assert code == 0 and names(root) == set(), output
     assert here("delete", "--restore", "Ada's best")[0] == 0 and names(root) == {"here"}

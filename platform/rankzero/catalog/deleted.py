@@ -39,6 +39,9 @@ class StoreRows(NamedTuple):
     """By the experiment's id: the folder of its artifacts, and when it was made."""
 
 
+_NO_ROWS = StoreRows("", {}, frozenset(), {})
+
+
 def read_store(runs: Path, seconds: float = _SECONDS) -> StoreRows:
     """Return what the embedded store has; nothing if there is none, or if it is damaged.
 
@@ -52,13 +55,13 @@ def read_store(runs: Path, seconds: float = _SECONDS) -> StoreRows:
         gone = {run for (run,) in rows}
         return StoreRows(f"sqlite:///{database}", found, gone, _experiments(store))
 
-    return _read(database, read, seconds) or StoreRows("", {}, frozenset(), {})
+    return _read(database, read, seconds) or _NO_ROWS
 
 
 def artifact_folders(runs: Path) -> list[str]:
     """Return where the embedded store has its experiments' artifacts. Every command asks."""
     with contextlib.suppress(UserError):
-        return [place for place, _ in (_read(_database(runs), _experiments) or {}).values()]
+        return [place for place, _ in (_read(_database(runs), _experiments, 1.0) or {}).values()]
     return []
 
 
@@ -102,9 +105,11 @@ def is_hidden(folder: RunFolder) -> bool:
     """Return whether a run or its parent is deleted. A run that lives is never hidden."""
     if is_written(folder):
         return False
-    # A training starts also if nobody knows.
+    store, one = _NO_ROWS, folder
+    # A training starts also if the store is locked. The marks in the folders hold all the same.
     with contextlib.suppress(UserError):
-        store, one = read_store(folder.path.parent), folder
+        store = read_store(folder.path.parent)
+    with contextlib.suppress(UserError):
         while True:
             identity = one.identity
             state = delivery_state.load(delivery_state.path_of(one, 0))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rankzero import config, experiment_file, ranks
-from rankzero.catalog import filters, lookup
+from rankzero.catalog import deleted, filters, lookup
 from rankzero.errors import UserError
 from rankzero.launch import machines
 from rankzero.launch.machines import ALONE, Machines
@@ -328,7 +328,9 @@ def store_of_absent_run(arguments: argparse.Namespace) -> str:
     """Return where to look for a run that is not on this disk. Raises UserError without a store."""
     uri = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
     embedded, runs = uri == uris.default_tracking_uri(arguments.dir), arguments.dir / "runs"
-    server = named_runs.server_of(runs) if embedded and not arguments.tracking_uri else None
+    names = deleted.read_store(runs).runs if embedded else {}
+    is_known = arguments.run_name in {*names, *names.values()} or arguments.tracking_uri
+    server = named_runs.server_of(runs) if embedded and not is_known else None
     if embedded and not server and not (arguments.dir / uris.DATABASE).exists():
         # It raises, and names the newest runs.
         lookup.require(runs, arguments.run_name)

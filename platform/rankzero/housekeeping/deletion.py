@@ -148,15 +148,14 @@ class Housekeeper:
             mark(folder)
             _forget_study(folder)
             # The run last: until then it has its children, and another call finds all of them.
-            for one in _never_begun(folder):
-                removal.remove(one)
+            left = [removal.remove(one) for one in _never_begun(folder)]
             for one in reversed(parts(folder)):
                 store, run_id = self._in_mlflow(one)
                 if store is not None:
                     # On a server, somebody may have deleted the run alone.
                     (store.erase if store.is_local else store.delete)(run_id)
-                removal.remove(one)
-        removal.tidy(folder.path.parent)
+                left.append(removal.remove(one))
+        removal.erase(left)
         return True
 
     def changed_on_servers(

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from rankzero.errors import UserError
 from rankzero.run_store import disk
 from rankzero.run_store.folder import RunFolder
 
@@ -46,13 +47,22 @@ def workplace(runs: Path, kind: str) -> Path:
     return runs / _LEFTOVERS / f"{kind}-{secrets.token_hex(4)}"
 
 
-def remove(folder: RunFolder) -> None:
+def remove(folder: RunFolder) -> Path:
     """Make a run's folder a leftover. The caller holds the run's locks, and MLflow's part is gone.
 
-    The caller gives the locks back and calls `tidy`: NFS removes no folder with an open file.
+    The caller gives the locks back and calls `erase`: NFS removes no folder with an open file.
     """
-    folder.path.rename(workplace(folder.path.parent, "removed"))
+    left = folder.path.rename(workplace(folder.path.parent, "removed"))
     disk.sync(folder.path.parent)
+    return left
+
+
+def erase(leftovers: Iterable[Path]) -> None:
+    """Remove leftovers. Raises UserError that names one in which a file cannot go."""
+    for left in leftovers:
+        shutil.rmtree(left, ignore_errors=True)
+        if left.exists():
+            raise UserError(f"no right to remove all of {left}: remove it by hand")
 
 
 def tidy(runs: Path) -> int:

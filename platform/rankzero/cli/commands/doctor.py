@@ -142,9 +142,11 @@ def _check_sqlite(path: Path, timeout: float) -> str:
         address = f"{path.absolute().as_uri()}?mode=ro"
         with contextlib.closing(sqlite3.connect(address, timeout=timeout, uri=True)) as database:
             (answer,) = database.execute("PRAGMA quick_check").fetchone()
-    except sqlite3.OperationalError as error:  # as a lock
-        raise RuntimeError(f"{error}: try again, or get the right to read {path}") from error
     except sqlite3.Error as error:
+        # The second: no right to read it, or to write its write-ahead log.
+        if "locked" in str(error) or "unable to open" in str(error):
+            text = f"{error}: try again, or ask for the rights to {path} and its folder"
+            raise RuntimeError(text) from error
         answer = str(error)
     if answer != "ok":
         fix = "restore a copy, or choose another --dir and run rankzero sync"

@@ -27,7 +27,7 @@ from rankzero.launch.request import (
 )
 from rankzero.lightning_module import ignored_hooks
 from rankzero.mlflow_store import uris
-from rankzero.redaction.text import line_without_secrets
+from rankzero.redaction.text import line_without_secrets, url_without_secrets
 from rankzero.reporting import run_facts
 from rankzero.reporting.reproduce import longer
 from rankzero.reporting.run_facts import Facts
@@ -140,7 +140,7 @@ def _folder(arguments: argparse.Namespace) -> RunFolder:
         from rankzero.housekeeping import download
 
         uri = options.store_of_absent_run(arguments)
-        print(f"{arguments.run_name} is not on this disk: looking in {uri}")
+        print(f"{arguments.run_name} is not on this disk: looking in {url_without_secrets(uri)}")
         found = download.run_folder(runs, uri, arguments.run_name)
     return _moved(found, arguments.experiment)
 

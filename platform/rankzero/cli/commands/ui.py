@@ -94,7 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
     ):
         if arguments.result_file is not None:
             threading.Thread(target=_end_with_program, daemon=True, name="rankzero-program").start()
-        links = list(_links(arguments.dir, access.address, empty))  # while the server starts
+        links = list[str]()
+        with contextlib.suppress(UserError):  # another program may have locked the store
+            links.extend(_links(arguments.dir, access.address, empty))  # while the server starts
         if _is_up(process, access.address, stopping):
             _announce(arguments, access.address, links, notes)
         _wait_for_end(process)

@@ -61,8 +61,11 @@ def _find(keeper: Housekeeper, runs: Path, name: str, restore: bool) -> RunFolde
         found = named_runs.require(runs, name, among_deleted=restore)
     except UserError:
         known = lookup.find(runs, name) if restore else None
-        # This disk may not know that somebody deleted the run on its server.
-        if known is None or not keeper.changed_on_servers([known])[0]:
+        if known is None:
+            raise
+        # Its deletion may have been interrupted, or this disk does not know of one on its server.
+        is_begun = any(map(deleted.is_hidden, known.children))
+        if not is_begun and not keeper.changed_on_servers([known, *known.children])[0]:
             raise
         found = known
     parent = found.identity.parent
