@@ -84,6 +84,15 @@ def test_a_failed_attempt_leaves_the_run_the_best_value_that_mlflow_has(tmp_path
     assert summary.read_summary(folder).best == 0.7
 
 
+def test_a_killed_run_that_is_not_in_mlflow_has_its_best_value(tmp_path: Path) -> None:
+    many = (steps(n, n) for n in range(2, 3000))
+    last = evaluated(3000, 0.6, best=False)
+    append(folder := make_folder(tmp_path), started(), evaluated(1, 0.97), *many, last)
+    assert summary.read_summary(folder).best == 0.97
+    append(folder, ended("FAILED"))
+    assert summary.read_summary(folder).best == 0.97
+
+
 def test_a_resumed_run_has_the_settings_and_the_goal_of_its_newest_attempt(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     append(folder, dataclasses.replace(started(lr="0.1"), environment=origin("old", team="a")))

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rankzero.config.renamed import params_with_new_names
-from rankzero.events import Event, ParamsLogged, RunStarted, StepsLogged, TagsSet
+from rankzero.events import (
+    Evaluated,
+    Event,
+    ParamsLogged,
+    RunEnded,
+    RunStarted,
+    StepsLogged,
+    TagsSet,
+)
 from rankzero.run_store.journal import milestones
 from rankzero.run_store.provenance import OWN_LOOP, tags_of_user
 from rankzero.scalars import number
@@ -34,6 +42,8 @@ class Attempts:
     newest: RunStarted | None = None
     of_goal: RunStarted | None = None
     """The first attempt with the newest one's goal, and without another goal in between."""
+    best: float | None = None
+    """The best value of the newest goal in this journal."""
 
     @property
     def goal(self) -> tuple[str, str]:
@@ -52,6 +62,10 @@ def read(events: Path) -> Attempts:
                 found.params |= event.params
             case TagsSet():
                 found.tags |= tags_of_user(event.tags)
+            case Evaluated(best=True):
+                found.best = number(event.metrics.get(found.goal[0]))
+            case RunEnded():
+                found.best = number(event.metrics.get("best", found.best))
         found.last_time = time_of(event)
     return found
 
@@ -75,7 +89,7 @@ def _begin(found: Attempts, start: RunStarted) -> None:
     found.data = start.environment.get(_TRAINING_DATA, found.data)
     found.first, found.newest = found.first or start, start
     if found.of_goal is None or found.goal != before:
-        found.of_goal = start
+        found.of_goal, found.best = start, None
 
 
 def time_of(event: Event) -> float:

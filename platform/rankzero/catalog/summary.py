@@ -15,7 +15,6 @@ from rankzero.catalog import attempts
 from rankzero.catalog.attempts import Attempts, time_of
 from rankzero.config.renamed import params_with_new_names
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged, decode
-from rankzero.experiment import Goal
 from rankzero.metric_names import SPEED, WHOLE_RUN
 from rankzero.run_store import delivery_state, removal, run_locks, symlinks
 from rankzero.run_store.folder import RunFolder
@@ -58,7 +57,7 @@ class Summary(NamedTuple):
     # The time of all its attempts, without that between two of them.
     seconds: float
     goal: str
-    # The goal metric's best value; for a run without an end, among the newest events.
+    # The goal metric's best value.
     best: float | None
     samples_per_second: float | None
     undelivered: bool
@@ -184,7 +183,7 @@ def read_summary(folder: RunFolder) -> Summary:
         started=started,
         seconds=begun.seconds_before + max([0.0, *(time_of(one) - since for one in events[-1:])]),
         goal=begun.goal[0],
-        best=_best_of(events, begun, delivery.curves),
+        best=_best_of(begun, delivery.curves),
         samples_per_second=number(results.get("samples_per_second", metrics.get(SPEED))),
         undelivered=bool(delivery.queue.awaited)
         or delivery_state.unread_bytes(folder, offsets) > 0
@@ -285,24 +284,10 @@ def _newest_values(events: Iterable[Event]) -> dict[str, float]:
     return numbers(found)
 
 
-def _best_of(
-    events: list[Event], begun: Attempts, delivered: delivery_state.Curves
-) -> float | None:
-    """Return the goal's best value in the evaluations, or as an end has it, or None without one.
-
-    `delivered`: what MLflow has. An attempt that failed may be all that `events` reach back.
-    """
-    metric, mode = begun.goal
-    judge, best = Goal(mode="max" if mode == "max" else "min"), delivered.best
-    if begun.of_goal is not begun.first:
-        # Values before that are of another metric, as may be the delivered one.
-        best = best if delivered.goal == metric else None
-        events = events[events.index(begun.of_goal) :] if begun.of_goal in events else events
-    for event in events:
-        if isinstance(event, RunEnded):
-            best = number(event.metrics.get("best", best))
-        if isinstance(event, Evaluated):
-            value = number(event.metrics.get(metric))
-            if value is not None and (event.best or judge.better(value, best)):
-                best = value
-    return best
+def _best_of(begun: Attempts, delivered: delivery_state.Curves) -> float | None:
+    """Return the goal's best value in the journal, or the one that MLflow has, or None."""
+    if begun.best is not None:
+        return begun.best
+    # MLflow's may be of an earlier goal.
+    same = begun.of_goal is begun.first or delivered.goal == begun.goal[0]
+    return delivered.best if same else None

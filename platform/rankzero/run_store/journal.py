@@ -40,6 +40,7 @@ _MILESTONES = tuple(
     f'{{"event":"{kind.__name__}"'.encode()
     for kind in (RunStarted, RunEnded, ParamsLogged, TagsSet)
 )
+_EVALUATED = b'{"event":"Evaluated"'
 
 
 class Journal:
@@ -250,7 +251,7 @@ def newest_start(path: Path) -> RunStarted | None:
 
 
 def milestones(path: Path) -> Iterator[Event]:
-    """Yield the attempts' starts and ends, and the params and tags that were added later.
+    """Yield the attempts' starts and ends, later params and tags, and evaluations that are best.
 
     An attempt without an end has its last event instead. Decodes no others: all events of a long
     run take seconds, and its lines 0.1 s for 100 MB.
@@ -258,7 +259,9 @@ def milestones(path: Path) -> Iterator[Event]:
     before = b""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as lines:
         for line in lines:
-            if line.startswith(_MILESTONES):
+            if line.startswith(_MILESTONES) or (
+                line.startswith(_EVALUATED) and b'},"best":true' in line
+            ):
                 # An attempt has no end if its machine went down.
                 is_open = line.startswith(_MILESTONES[0]) and not before.startswith(_MILESTONES)
                 for one in (before, line) if is_open else (line,):
