@@ -18,6 +18,7 @@ from rankzero.reporting.markdown import table
 from rankzero.reporting.run_facts import fold
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
+from rankzero.scalars import shown
 from rankzero.training.profiling import profiler
 from rankzero.training.profiling.profiler import Profile
 from rankzero.tuning.reports.study_run import StudyRun
@@ -131,7 +132,7 @@ def _measure(
     # The batch size is the same under every strategy: it is over all ranks.
     samples = curve.step * experiment.train.batch_size
     speed = summary.get("samples_per_second", samples / max(curve.seconds, 1e-9))
-    notify(f"{run.name:10} {speed:12,.0f} samples/s")
+    notify(f"{run.name:10} {shown(speed):>12} samples/s")
     sampled = fold(read_all(RunFolder(study.folder.path.parent / name).system(0)))
     return StrategyResult(
         run,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rankzero.compare.results import StrategyResult
 from rankzero.reporting.markdown import table as table_in_markdown
+from rankzero.scalars import shown
 from rankzero.training.profiling.profiler import Profile
 
 COLUMNS = (
@@ -41,7 +42,7 @@ def cells(one: StrategyResult) -> list[str]:
         one.run.strategy,
         str(one.run.devices),
         f"{one.seconds:.3g} s",
-        f"{one.samples_per_second:,.0f}{margin}",
+        f"{shown(one.samples_per_second)}{margin}",
         "" if one.speed_up is None else f"{one.speed_up:.2f}x",
         "" if one.efficiency is None else f"{one.efficiency:.0%}",
         "" if one.memory_megabytes is None else f"{one.memory_megabytes:,.0f} MB",
@@ -81,16 +82,16 @@ def sentence(rows: Sequence[StrategyResult]) -> str:
     best = max(known, key=lambda row: row.speed_up or 0.0)
     # The first row is the base of the speed-ups, so a comparison with itself is left out.
     if best is known[0]:
-        return f"Nothing is faster than {_where(best)}: {best.samples_per_second:,.0f} samples/s."
+        return f"Nothing is faster than {_where(best)}: {shown(best.samples_per_second)} samples/s."
     gain = f"{best.speed_up:.2f}x {_where(known[0])} ({best.efficiency:.0%} of ideal)"
-    return f"Fastest: {_where(best)} with {best.samples_per_second:,.0f} samples/s, {gain}."
+    return f"Fastest: {_where(best)} with {shown(best.samples_per_second)} samples/s, {gain}."
 
 
 def verdict(profile: Profile) -> str:
     """Return a profile as a paragraph."""
     found, step = profile.breakdown, profile.step_seconds
     return (
-        f"A step takes {1e3 * step:.3g} ms ({profile.batch_size / step:,.0f} samples/s): "
+        f"A step takes {1e3 * step:.3g} ms ({shown(profile.batch_size / step)} samples/s): "
         f"{found.compute:.0%} compute ({found.forward:.0%} forward, {found.backward:.0%} backward, "
         f"{found.optimizer:.0%} optimizer), {found.communication:.0%} communication that no "
         f"computing hides, {found.data:.0%} waiting for data, {found.other:.0%} other (Python, "

@@ -18,20 +18,22 @@ from rankzero.experiment import Goal
 from rankzero.metric_names import DATA_WAIT, MFU, SPEED, STEP_SECONDS, TOKENS
 from rankzero.reporting.run_facts import Facts, straggler, take
 from rankzero.reporting.run_report import duration
+from rankzero.scalars import shown
 
 _BAR_WIDTH = 32
 _GPU = re.compile("/gpu_.*_utilization_percentage$")
+# The value as people read it, and the value itself.
 _FACTS = (
-    ("train/loss", "loss {:.4g}"),
-    (SPEED, "{:,.0f} samples/s"),
-    (TOKENS, "{:,.0f} tokens/s"),
-    (MFU, "MFU {:.0%}"),
-    (DATA_WAIT, "data wait {:.0%}"),
+    ("train/loss", "loss {0}"),
+    (SPEED, "{0} samples/s"),
+    (TOKENS, "{0} tokens/s"),
+    (MFU, "MFU {1:.0%}"),
+    (DATA_WAIT, "data wait {1:.0%}"),
 )
 _RESULTS = (
-    ("tokens_per_second", "tokens/s", "{:,.0f}"),
-    ("mfu", "MFU", "{:.1%}"),
-    ("data_wait_fraction", "waiting for data", "{:.1%}"),
+    ("tokens_per_second", "tokens/s", "{0}"),
+    ("mfu", "MFU", "{1:.1%}"),
+    ("data_wait_fraction", "waiting for data", "{1:.1%}"),
 )
 
 
@@ -54,7 +56,9 @@ class ProgressModel:
         """Return the progress: step, loss, speed and so on, a few words each."""
         step, total, values = self.run.steps, self.run.total_steps, self.run.metrics
         facts = [f"step {step:,}/{total:,}" if total else f"step {step:,}"]
-        facts += [text.format(values[key]) for key, text in _FACTS if key in values]
+        facts += [
+            text.format(shown(values[key]), values[key]) for key, text in _FACTS if key in values
+        ]
         # One number for all GPUs of the node: the block has one line.
         if self.gpus:
             facts.append(f"GPU {statistics.fmean(self.gpus.values()):.0f}%")
@@ -67,8 +71,8 @@ class ProgressModel:
         """Return an evaluation as one line, the goal's metric first."""
         values = scalars.numbers(event.metrics)
         names = sorted(values, key=lambda name: (name != self.goal.metric, name))
-        shown = "  ".join(f"{name} {values[name]:.4f}" for name in names)
-        return f"step {event.step:>7,}  {shown}{'  best' if event.best else ''}"
+        text = "  ".join(f"{name} {shown(values[name])}" for name in names)
+        return f"step {event.step:>7,}  {text}{'  best' if event.best else ''}"
 
     def results(self, ended: RunEnded) -> Iterator[tuple[str, str]]:
         """Yield the rows of the result table."""
@@ -76,17 +80,17 @@ class ProgressModel:
         yield "result", ended.reason
         if "best" in figures:
             target = "" if self.goal.target is None else f"  (target {self.goal.target:g})"
-            yield f"best {self.goal.metric}", f"{figures['best']:.4f}{target}"
+            yield f"best {self.goal.metric}", f"{shown(figures['best'])}{target}"
         for name, value in figures.items():
             if name.startswith("test/"):
-                yield name, f"{value:.4f}"
+                yield name, shown(value)
         if "samples_per_second" in figures:
             half = figures.get("samples_per_second_half_width")
-            spread = "" if half is None else f" ± {half:,.0f} (95 %)"
-            yield "samples/s", f"{figures['samples_per_second']:,.0f}{spread}"
+            spread = "" if half is None else f" ± {shown(half)} (95 %)"
+            yield "samples/s", f"{shown(figures['samples_per_second'])}{spread}"
         for key, label, text in _RESULTS:
             if key in figures:
-                yield label, text.format(figures[key])
+                yield label, text.format(shown(figures[key]), figures[key])
         if slowest := straggler(figures):
             yield "slowest rank", slowest
         # Those of the end are the attempt's.

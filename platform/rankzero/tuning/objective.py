@@ -88,7 +88,7 @@ class Objective:
             case "energy":
                 return f"{shown(value)} J"
             case "throughput" | "tokens":
-                return f"{-value:,.0f} {'tokens' if self.name == 'tokens' else 'samples'}/s"
+                return f"{shown(-value)} {'tokens' if self.name == 'tokens' else 'samples'}/s"
             case "quality":
                 return f"{self.goal.metric} {shown(-value if self.goal.mode == 'max' else value)}"
 

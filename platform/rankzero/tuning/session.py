@@ -349,7 +349,7 @@ class Session:
         line += "" if result.value is None else f"  value {self._objective.text(result.value)}"
         line += f"  best {shown(facts['best'])}" if "best" in facts else ""
         if "samples_per_second" in facts:
-            line += f"  {facts['samples_per_second']:,.0f} samples/s"
+            line += f"  {shown(facts['samples_per_second'])} samples/s"
         self._notify(f"{line}  {result.reason}")
 
     def _abandon(self, number: int, reason: str, facts: Mapping[str, Any] | None = None) -> None:

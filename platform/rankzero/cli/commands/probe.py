@@ -12,6 +12,7 @@ from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.live import look
 from rankzero.cli.display.terminal import print_line, print_table
 from rankzero.reporting import html_page
+from rankzero.scalars import shown
 from rankzero.tuning.probe import grid, probe_map, speed_knobs
 from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.probe.scaling import SCALING_COLUMNS, scaling
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
             study_run.write("probe_map.html", html_page.page("Probe map", [*figures.values()]))
             png_files.write_all(study_run.folder.artifacts, figures)
             peak = max(one.samples_per_second for one in measured)
-            text = f"{_knee(measured, effects)}, {peak:,.0f} samples/s"
+            text = f"{_knee(measured, effects)}, {shown(peak)} samples/s"
             curve = scaling(measured)
             text += f". {curve.sentence()}" if curve else ""
             study_run.finish(text, {"samples_per_second": peak})
@@ -94,5 +95,5 @@ def _cell(one: ProbeResult | None, peak: float) -> Text:
         return Text(one.status, style="red")
     memory = "" if one.memory_bytes is None else f"  {one.memory_bytes / 2**30:.1f} GiB"
     shade = _SHADES[min(len(_SHADES) - 1, int(len(_SHADES) * one.samples_per_second / peak))]
-    text = f"{one.samples_per_second:,.0f} ± {one.relative_half_width:.1%}{memory}  {one.bound}"
+    text = f"{shown(one.samples_per_second)} ± {one.relative_half_width:.1%}{memory}  {one.bound}"
     return Text(text, style=f"white on {shade}")

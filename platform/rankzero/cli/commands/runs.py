@@ -149,8 +149,8 @@ def _show(found: Sequence[Summary], limit: int, asked: Sequence[str]) -> None:
 def _cells(one: Summary, goal: str) -> tuple[str, ...]:
     # The heading has the goal's name if all runs have the same goal.
     named = "" if one.goal == goal else f"{escape(one.goal)} "
-    best = "" if one.best is None else f"{named}{one.best:.4f}"
-    speed = "" if one.samples_per_second is None else f"{one.samples_per_second:,.0f}"
+    best = "" if one.best is None else f"{named}{shown(one.best)}"
+    speed = "" if one.samples_per_second is None else shown(one.samples_per_second)
     mark = _INCOMPLETE if _lacks(one) else ""
     status = f"[{_COLOURS[one.status]}]{one.status}{mark}[/]"
     quiet = dead_runs.silence(one.folder) if one.status == "RUNNING" else 0.0

@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rankzero import config, ranks
+from rankzero import config, ranks, scalars
 from rankzero.errors import RunFailed
 from rankzero.experiment import Experiment
 from rankzero.launch import failures
@@ -292,7 +292,7 @@ def _line(one: ProbeResult) -> str:
     if one.status != "ok":
         return f"probe  {what} {one.status}: {one.reason}"
     memory = "" if one.memory_bytes is None else f"  {one.memory_bytes / 2**30:6.1f} GiB"
-    speed = f"{one.samples_per_second:12,.0f} samples/s ± {one.relative_half_width:.1%}"
+    speed = f"{scalars.shown(one.samples_per_second):>12} samples/s ± {one.relative_half_width:.1%}"
     return f"probe  {what} {speed}{memory}  {one.bound}-bound"
 
 

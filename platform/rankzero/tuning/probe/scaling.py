@@ -18,6 +18,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 
+from rankzero.scalars import shown
 from rankzero.tuning.probe import grid
 from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.space import devices_text, number_text
@@ -48,7 +49,7 @@ class ScalingPoint:
         """Return the texts of `SCALING_COLUMNS`."""
         source = "prediction" if self.is_predicted else "measured"
         share = f"{self.communication:.0%} of a step" if self.communication else ""
-        speed, gain = f"{self.samples_per_second:,.0f}", f"{number_text(self.speed_up, 2)}x"
+        speed, gain = shown(self.samples_per_second), f"{number_text(self.speed_up, 2)}x"
         gain += f" ± {self.half_width:.0%}" if self.half_width else ""
         return [str(self.devices), speed, gain, f"{self.efficiency:.0%}", share, source]
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from rankzero.scalars import shown
 from rankzero.tuning.probe.grid import ProbeResult, row_names
 from rankzero.tuning.probe.speed_knobs import Effect
 
@@ -69,4 +70,4 @@ def _heat_map(measured: Sequence[ProbeResult]) -> Any:
 
 def _label(one: ProbeResult) -> str:
     memory = [] if one.memory_bytes is None else [f"{one.memory_bytes / 2**30:.1f} GiB"]
-    return "<br>".join([f"{one.samples_per_second:,.0f}", *memory, one.bound])
+    return "<br>".join([shown(one.samples_per_second), *memory, one.bound])

@@ -148,7 +148,7 @@ def _performance(name: Name, candidate: Candidate, goal: Goal, target: float | N
                 return f"trains to {'its end' if target is None else 'the target'} on no seed"
             speeds = [-value for value in values]
             unit = "tokens" if name == "tokens" else "samples"
-            return f"trains {statistics.median(speeds):,.0f} {unit}/s"
+            return f"trains {shown(statistics.median(speeds))} {unit}/s"
         case "quality":
             found = [run.quality for run in runs if run.quality is not None]
             return f"reaches {_quality(goal, statistics.median(found) if found else None)}"
