@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from rankzero.compare import plots
+from rankzero.compare.results import StrategyResult, StrategyRun, with_speed_ups
 from rankzero.training.profiling.profiler import Profile
 from rankzero.training.profiling.spans import StepBreakdown
 
@@ -19,3 +20,15 @@ def test_the_parts_of_a_step_are_drawn(tmp_path: Path, seconds: float) -> None:
     plots.write_step(tmp_path / "figures" / "bar.png", profile)
     with Image.open(tmp_path / "figures" / "bar.png") as image:
         assert image.width > 900
+
+
+def test_the_ideal_begins_at_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = plots.canvas(7, 5)
+    monkeypatch.setattr(plots, "canvas", lambda *_: figure)
+    rows = [
+        StrategyResult(StrategyRun("ddp", count), 1.0, 100.0 * count, reason=reason)
+        for count, reason in ((1, "out of memory"), (2, ""), (8, ""))
+    ]
+    plots.write_scaling(tmp_path, with_speed_ups(rows))
+    ideal, measured = (line.get_xydata().tolist() for line in figure.axes[0].lines)
+    assert ideal == measured == [[2, 1], [8, 4]]

@@ -32,8 +32,10 @@ def write_scaling(folder: Path, rows: Sequence[StrategyResult]) -> None:
         if row.speed_up is not None:
             points.setdefault(row.run.strategy, []).append((row.run.devices, row.speed_up))
     devices = sorted({count for found in points.values() for count, _ in found} or {1})
-    # The diagonal: n devices are n times as fast.
-    axes.plot([1, devices[-1]], [1, devices[-1]], ":", color="grey", label="ideal")
+    # Twice the devices of the base, the first row, are twice as fast.
+    base = next((row.run.devices for row in rows if row.speed_up is not None), 1)
+    ends = (devices[0], devices[-1])
+    axes.plot(ends, [count / base for count in ends], ":", color="grey", label="ideal")
     for name, found in points.items():
         axes.plot([x for x, _ in found], [y for _, y in found], "o-", label=name)
     axes.set(xlabel="devices", ylabel="speed-up", title="The same work on more devices")
