@@ -109,6 +109,8 @@ def test_uncommitted_changes_are_compared_by_file() -> None:
         "untracked: y.py (second only)",
     ]
     assert list(comparison.patches(PATCH.format(1), PATCH.format(1))) == []
+    removed = PATCH.format("1\n--- a comment in SQL")
+    assert list(comparison.patches(PATCH.format(1), removed)) == ["x.py", "+--- a comment in SQL"]
     assert list(comparison.patches("", PATCH.format(1))) == [
         "x.py (second only)",
         "+-old",

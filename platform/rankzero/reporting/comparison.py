@@ -206,12 +206,16 @@ def _change(before: float | None, after: float | None) -> str:
 def _by_file(patch: str) -> dict[str, list[str]]:
     """Return a patch's lines by file. An untracked file has none."""
     found: dict[str, list[str]] = {}
-    lines: list[str] = []
+    name, lines = "", list[str]()
     for line in patch.splitlines():
         if line.startswith("diff --git "):
-            lines = found.setdefault(line.rpartition(" b/")[2], [])
+            # Its lines begin after a header.
+            name, lines = line.rpartition(" b/")[2], []
+            found.setdefault(name, [])
+        elif line.startswith("@@ "):
+            lines = found.setdefault(name, [])
         elif line.startswith("# untracked: "):
             found[line.removeprefix("# ")] = []
-        elif line[:1] in "+- " and not line.startswith(("+++ ", "--- ")):
+        elif line[:1] in "+- ":
             lines.append(line)
     return found
