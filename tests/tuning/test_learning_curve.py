@@ -94,6 +94,12 @@ def test_energy_counts_the_steps_before_the_first_speed() -> None:
     ]
     curve = folded(events, ACCURACY)
     assert (curve.training_joules, curve.seconds) == (80.0, 2.0)
+    curve.batch_size = 16
+    assert curve.samples_per_joule == 9 * 16 / 80.0
+    short = LearningCurve(ACCURACY, batch_size=16)
+    for event in events[:1] + events[4:]:
+        short(event)
+    assert short.samples_per_joule == 10 * 16 / 3080.0
 
 
 def test_the_metric_is_interpolated_between_evaluations() -> None:

@@ -141,6 +141,6 @@ def _measure(
         half_width=summary.get("samples_per_second_half_width"),
         memory_megabytes=summary.get("peak_memory_megabytes"),
         gpu_percent=sampled.gpu_means.get("utilization_percentage"),
-        samples_per_joule=samples / curve.joules if curve.joules else None,
+        samples_per_joule=curve.samples_per_joule,
         breakdown=breakdown,
     )

@@ -40,6 +40,8 @@ class LearningCurve:
     """The highest mean of each system metric."""
     joules_before: float | None = None
     """The energy up to the first report of steps. None: there was no report yet."""
+    step_before: int = 0
+    """The last step of that report."""
     batch_size: int = 0
 
     def __call__(self, event: Event) -> None:
@@ -50,7 +52,7 @@ class LearningCurve:
             case StepsLogged(steps=steps, metrics=metrics):
                 # Also a report without a speed: later seconds count the steps before.
                 if self.joules_before is None:
-                    self.joules_before = self.joules or 0.0
+                    self.joules_before, self.step_before = self.joules or 0.0, steps[-1]
                 if STEP_SECONDS in metrics:
                     # The reported numbers are means over the steps since the last report.
                     seconds = metrics[STEP_SECONDS][-1] * (steps[-1] - self.step)
@@ -116,6 +118,14 @@ class LearningCurve:
     def training_joules(self) -> float | None:
         """Return the energy since the first report of steps, or None if it is not measured."""
         return None if self.joules is None else self.joules - (self.joules_before or 0.0)
+
+    @property
+    def samples_per_joule(self) -> float | None:
+        """Return the samples for each joule after the first report, or of all in a short run."""
+        steps, joules = self.step - self.step_before, self.training_joules
+        if not steps or not joules:
+            steps, joules = self.step, self.joules
+        return steps * self.batch_size / joules if joules else None
 
     @property
     def memory_megabytes(self) -> float | None:
