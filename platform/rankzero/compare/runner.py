@@ -16,7 +16,6 @@ from rankzero.launch import failures
 from rankzero.launch.agent import Topology
 from rankzero.reporting.markdown import table
 from rankzero.reporting.run_facts import fold
-from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.scalars import shown
 from rankzero.training.profiling import profiler
@@ -133,7 +132,8 @@ def _measure(
     samples = curve.step * experiment.train.batch_size
     speed = summary.get("samples_per_second", samples / max(curve.seconds, 1e-9))
     notify(f"{run.name:10} {shown(speed):>12} samples/s")
-    sampled = fold(read_all(RunFolder(study.folder.path.parent / name).system(0)))
+    # The launcher gave it another name if this one was taken.
+    sampled = fold(read_all(study.folder.children[-1].system(0)))
     return StrategyResult(
         run,
         seconds=summary.get("train_seconds", curve.seconds),
