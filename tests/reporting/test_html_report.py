@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas
@@ -12,10 +14,12 @@ import pytest
 from playwright.sync_api import Browser
 from plotly.express import scatter
 
+from rankzero.cli.housekeeping import export
 from rankzero.errors import UserError
 from rankzero.reporting import html_page, html_report
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
+from rankzero.tuning.reports.study_run import StudyRun
 from support.browser import check_page, chromium, screenshots
 from support.memory_store import MemoryStore, delivered
 from support.pictures import arrays, taken
@@ -49,6 +53,18 @@ def test_a_run_is_one_file_that_needs_nothing_else(tmp_path: Path) -> None:
     assert "<h2>Report</h2>" in shown and "Differences" not in shown
     with pytest.raises(UserError, match="Is a directory"):
         html_report.write(tmp_path, [folder])
+
+
+def test_a_reason_with_a_name_that_is_no_utf_8_is_written(tmp_path: Path) -> None:
+    append(folder := make_folder(tmp_path), started(), ended("FAILED", "bad image \udce9.png"))
+    html_report.write(tmp_path / "page.html", [folder])
+    assert "bad image \\udce9.png" in (tmp_path / "page.html").read_text()
+    (tmp_path / "figures").mkdir()
+    export._write_all(folder, tmp_path, "csv")
+    assert "bad image \\udce9.png" in (tmp_path / "report.md").read_text()
+    study: Any = SimpleNamespace(folder=folder)
+    StudyRun.write_description(study, "bad \udce9")
+    assert folder.description.read_text() == "bad \\udce9"
 
 
 def test_a_study_has_the_charts_of_its_search_and_no_picture_of_them(tmp_path: Path) -> None:

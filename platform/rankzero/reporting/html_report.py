@@ -54,7 +54,7 @@ def write(path: Path, folders: Sequence[RunFolder]) -> list[str]:
         parts.append(f"<details><summary>All settings</summary>{settings}</details>")
     title = ", ".join(side.name for side in sides)
     try:
-        path.write_text(html_page.page(title, parts), encoding="utf-8")
+        path.write_text(html_page.page(title, parts), "utf-8", "backslashreplace")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; choose another file") from error
     return missing

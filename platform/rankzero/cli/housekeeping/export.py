@@ -85,7 +85,7 @@ def _write_all(folder: RunFolder, target: Path, kind: str) -> list[Path]:
         target / "report.md": page(folder),
     }
     for path, text in texts.items():
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     files += texts
     picture = target / "figures" / "learning_curves.png"
     if learning_curves.write(picture, metrics, facts.goal.metric):

@@ -149,7 +149,9 @@ class StudyRun:
 
     def write_description(self, markdown: str) -> None:
         """Set the run's description in MLflow, in the place of the usual report."""
-        write_atomically(self.folder.description, markdown)
+        # A reason may name a file whose name is no UTF-8.
+        text = markdown.encode(errors="backslashreplace").decode()
+        write_atomically(self.folder.description, text)
 
     def write_trials(self, trials: Sequence[Trial]) -> None:
         """Write the trials as tables: for MLflow's artifact viewer, and for spreadsheets."""
