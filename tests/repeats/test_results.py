@@ -127,3 +127,9 @@ def test_tables_are_whole_in_a_pipe_and_fit_a_terminal(capsys: pytest.CaptureFix
     print_table("runs", *results.run_table([result(1, 2, 0.25)], GOAL))
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80 and "0.25" in printed
+
+
+def test_values_and_reasons_of_a_user_break_no_page() -> None:
+    run = RunResult(Repetition((("ops", "a|b"),), 0), "r", "FAILED", "no `x` <class 'int'>", {})
+    text = results.page("r", [run], GOAL)
+    assert "a\\|b" in text and "no 'x' ‹class 'int'>" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rankzero.compare.results import StrategyResult
+from rankzero.reporting.markdown import inline
 from rankzero.reporting.markdown import table as table_in_markdown
 from rankzero.scalars import shown
 from rankzero.training.profiling.profiler import Profile
@@ -69,7 +70,7 @@ def reasons(rows: Sequence[StrategyResult]) -> list[str]:
 def markdown(rows: Sequence[StrategyResult], notes: Sequence[str]) -> str:
     """Return the table, the strategies that were not run and the warnings, as Markdown."""
     head, body = table(rows)
-    not_run = [f"Not run: {reason}" for reason in reasons(rows)]
+    not_run = [f"Not run: {inline(reason)}" for reason in reasons(rows)]
     unfair = [f"**Not fair:** {note}" for note in notes]
     return "\n\n".join([table_in_markdown(head, body), *not_run, *unfair])
 

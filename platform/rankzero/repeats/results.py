@@ -15,6 +15,7 @@ from rankzero.confidence import half_width
 from rankzero.experiment import Goal
 from rankzero.repeats.plan import SEED, Repetition
 from rankzero.reporting import markdown
+from rankzero.reporting.markdown import inline
 from rankzero.reporting.run_facts import fold
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
@@ -206,7 +207,10 @@ def _differences(group: Sequence[RunResult]) -> list[str]:
 
 def page(name: str, results: Sequence[RunResult], goal: Goal) -> str:
     """Return the text of the repeat's page in MLflow."""
-    tables = [markdown.table(*found) for found in (metric_table(results), run_table(results, goal))]
-    notes = [line[0].upper() + line[1:] for line in problems(results, goal)]
+    tables = [
+        markdown.table([*map(inline, head)], [[*map(inline, row)] for row in rows])
+        for head, rows in (metric_table(results), run_table(results, goal))
+    ]
+    notes = [inline(line[0].upper() + line[1:]) for line in problems(results, goal)]
     again = f"`rankzero repeat {name}` trains what is missing. `--seeds` or `--over` adds runs."
     return "\n\n".join([f"**{sentence(results, goal)}**", *tables, *notes, again]) + "\n"

@@ -13,7 +13,7 @@ from rankzero.events import RunEnded
 from rankzero.metric_names import SPEED
 from rankzero.reporting import page_links, reproduce
 from rankzero.reporting.delivery_problems import trouble
-from rankzero.reporting.markdown import table
+from rankzero.reporting.markdown import inline, table
 from rankzero.reporting.run_facts import Facts, facts_of, is_limited, limited_by, straggler
 from rankzero.run_store import provenance
 from rankzero.run_store.delivery_state import DeliveryState, load, path_of
@@ -91,7 +91,7 @@ def markdown(
     """
     again = [line.replace("```", "'''") for line in reproduce.commands(name, facts)]
     parts = [
-        f"### {end.status}: {_inline(end.reason)}",
+        f"### {end.status}: {inline(end.reason)}",
         _lead(facts, end) + links,
         _results(facts, end),
         _error(end),
@@ -214,7 +214,7 @@ def _all_notes(facts: Facts, problems: Sequence[str]) -> list[str]:
         ("Problems during the run", facts.notices),
         ("Delivery to MLflow", problems),
     ):
-        shown = [f"- {_inline(line).removeprefix('- ')}" for line in lines[:_MAX_NOTES]]
+        shown = [f"- {inline(line).removeprefix('- ')}" for line in lines[:_MAX_NOTES]]
         more = [f"- and {len(lines) - _MAX_NOTES} more"] if len(lines) > _MAX_NOTES else []
         parts += [f"{_GAP}### {heading}\n\n" + "\n".join([*shown, *more])] if lines else []
     return parts
@@ -248,7 +248,7 @@ def _origin(facts: Facts) -> str:
         ("Host", known.get("rankzero.host")),
         ("PyTorch", torch),
     ]
-    found = [(title, _inline(value)) for title, value in rows if value]
+    found = [(title, inline(value)) for title, value in rows if value]
     return _GAP + "### What was run\n\n" + table(("Origin", ""), found) if found else ""
 
 
@@ -269,16 +269,11 @@ def _setting(facts: Facts) -> str:
     own = [key for key in params if "." not in key]
     rows = [
         # Two backticks around nothing would be shown as they are.
-        (f"`{key}`", f"`{_inline(params[key]) or repr('')}`")
+        (f"`{key}`", f"`{inline(params[key]) or repr('')}`")
         for key in (*own, *_SETTINGS)
         if key in params and params[key] != "none"
     ]
     return _GAP + "### Setting\n\n" + table(("Setting", "Value"), rows) if rows else ""
-
-
-def _inline(text: str) -> str:
-    """Return the text on one line, so that no value of a user breaks the page."""
-    return " ".join(text.split()).replace("|", "\\|").replace("`", "'").replace("<", "‹")
 
 
 def _number(value: float | None) -> str:
