@@ -133,3 +133,9 @@ def test_values_and_reasons_of_a_user_break_no_page() -> None:
     run = RunResult(Repetition((("ops", "a|b"),), 0), "r", "FAILED", "no `x` <class 'int'>", {})
     text = results.page("r", [run], GOAL)
     assert "a\\|b" in text and "no 'x' ‹class 'int'>" in text
+
+
+def test_a_wide_interval_is_a_whole_number() -> None:
+    runs = [result(None, seed, value) for seed, value in enumerate((2000.0, 2345.0, 2600.0))]
+    assert "2,315 ± 748, " in results.sentence(runs, GOAL)
+    assert results.metric_table(runs)[1][0][2] == "± 748"
