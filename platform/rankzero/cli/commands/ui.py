@@ -94,9 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     ):
         if arguments.result_file is not None:
             threading.Thread(target=_end_with_program, daemon=True, name="rankzero-program").start()
-        links = list[str]()
-        with contextlib.suppress(UserError):  # another program may have locked the store
-            links.extend(_links(arguments.dir, access.address, empty))  # while the server starts
+        links = list(_links(arguments.dir, access.address, empty))  # while the server starts
         if _is_up(process, access.address, stopping):
             _announce(arguments, access.address, links, notes)
         _wait_for_end(process)
@@ -187,8 +185,10 @@ def _wait_for_end(process: subprocess.Popen[bytes]) -> None:
 
 def _links(root: Path, address: str, empty: bool) -> Iterator[str]:
     """Yield links to the newest run's experiment, in a useful view, and to that run."""
-    # Runs of another server have no name in this store.
-    runs = [one for one in lookup.listed(root / "runs") if one.mlflow_name]
+    runs = list[Summary]()
+    with contextlib.suppress(UserError):  # another program may have locked the store
+        # Runs of another server have no name in this store.
+        runs += (one for one in lookup.listed(root / "runs") if one.mlflow_name)
     if not runs:
         return
     # The server makes an empty store's tables. Two processes must not make them at once.
