@@ -713,8 +713,11 @@ def test_study_on_a_server_is_deleted_as_a_whole(
 def test_study_that_was_deleted_on_its_server_is_restored_with_its_trials(
     root: Path, here: Here, server: Server
 ) -> None:
-    _, ids = study_on(server, root)
+    study, ids = study_on(server, root)
+    study.add_child("study-t01")  # no launch has begun it
     deletion = MlflowRuns(server.uri).deletion
+    deletion.delete(ids[0])  # no command here has seen it yet
+    assert here("delete", "--restore", "study")[0] == 0 and ids[0] not in deletion.deleted()
     for run_id in ids:
         deletion.delete(run_id)
     assert here("prune", "--deleted")[0] == 2 and not names(root)

@@ -18,7 +18,7 @@ from rankzero.cli.commands.runs import age_text, size_text
 from rankzero.cli.display.live import command
 from rankzero.cli.display.terminal import table_console
 from rankzero.errors import FAILED, FINISHED, UserError
-from rankzero.housekeeping.deletion import Housekeeper
+from rankzero.housekeeping.deletion import Housekeeper, parts
 from rankzero.launch.failures import reason
 from rankzero.mlflow_store import named_runs
 from rankzero.redaction.text import line_without_secrets
@@ -64,8 +64,8 @@ def _find(keeper: Housekeeper, runs: Path, name: str, restore: bool) -> RunFolde
         if known is None:
             raise
         # Its deletion may have been interrupted, or this disk does not know of one on its server.
-        is_begun = any(map(deleted.is_hidden, known.children))
-        if not is_begun and not keeper.changed_on_servers([known, *known.children])[0]:
+        own = parts(known)
+        if not any(map(deleted.is_hidden, own)) and not keeper.changed_on_servers(own)[0]:
             raise
         found = known
     parent = found.identity.parent
