@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -497,7 +497,7 @@ def test_files_go_after_the_locks_that_a_network_file_system_would_keep(
 ) -> None:
     folder, opened = finished(root, "one"), list[str]()
 
-    def look(leftovers: Iterable[Path]) -> None:
+    def look(leftovers: Sequence[Path]) -> None:
         links = list(Path("/proc/self/fd").iterdir())
         opened.extend(str(link.readlink()) for link in links if link.is_symlink())
         erase(leftovers)
@@ -516,8 +516,11 @@ def test_leftover_that_cannot_go_is_not_freed(root: Path) -> None:
     # As of a trial's folder that was moved to another disk.
     left = root / "runs" / ".leftovers" / "removed-1"
     left.symlink_to(root / "elsewhere")
-    with pytest.raises(UserError, match=f"no right to remove all of {left}"):
-        removal.erase([left])
+    other = left.with_name("removed-2")
+    other.mkdir()
+    with pytest.raises(UserError, match=f"cannot remove all of {left}"):
+        removal.erase([left, other])
+    assert not other.exists()
     assert removal.tidy(root / "runs") == 0 and (root / "elsewhere" / "file").exists()
 
 

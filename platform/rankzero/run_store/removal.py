@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rankzero.errors import UserError
@@ -57,12 +57,12 @@ def remove(folder: RunFolder) -> Path:
     return left
 
 
-def erase(leftovers: Iterable[Path]) -> None:
+def erase(leftovers: Sequence[Path]) -> None:
     """Remove leftovers. Raises UserError that names one in which a file cannot go."""
     for left in leftovers:
         shutil.rmtree(left, ignore_errors=True)
-        if left.exists():
-            raise UserError(f"no right to remove all of {left}: remove it by hand")
+    if stuck := [left for left in leftovers if left.exists()]:
+        raise UserError(f"cannot remove all of {stuck[0]}: remove it by hand")
 
 
 def tidy(runs: Path) -> int:
