@@ -165,7 +165,8 @@ def _of_server(arguments: argparse.Namespace) -> RunFolder | None:
         run = MlflowRuns(uri).find_run(arguments.run_name, options.experiment_name(arguments))
     except uris.NoSuchRun:
         return None
-    print(f"{arguments.run_name} is not on this disk, and continues from {uri}")
+    place = url_without_secrets(uri)
+    print(f"{arguments.run_name} is not on this disk, and continues from {place}")
     return download.run_folder(arguments.dir / "runs", uri, run.run_id)
 
 
