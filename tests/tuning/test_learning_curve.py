@@ -130,6 +130,7 @@ def test_a_loss_is_better_if_lower() -> None:
     goal = Goal("val/accuracy", "min")
     curve = folded(epochs(0.9, 0.5), goal)
     assert curve.seconds_to(0.7) == pytest.approx(3.0) and curve.gap(0.4) == pytest.approx(0.2)
+    assert folded(epochs(float("inf")), goal).gap(0.4) == 1.0
 
 
 def test_nan_never_reaches_anything() -> None:

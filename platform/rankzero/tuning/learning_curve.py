@@ -169,6 +169,8 @@ class LearningCurve:
         missing = target - self.best if self.goal.mode == "max" else self.best - target
         if dataclasses.replace(self.goal, target=target).reached(self.best):
             missing = min(0.0, missing)
+        if missing == math.inf:  # as of a perplexity that overflowed
+            return 1.0
         size = max(abs(target), 1e-12)
         # A loss may miss by many times its target. No value at all, 1, is further off than any.
         return missing / (size + max(0.0, missing) if self.goal.mode == "min" else size)

@@ -136,7 +136,7 @@ class StudyRun:
     def write(self, name: str, text: str) -> None:
         """Write an artifact."""
         self.folder.artifacts.mkdir(exist_ok=True)
-        write_atomically(self.folder.artifacts / name, text)
+        write_atomically(self.folder.artifacts / name, _in_utf8(text))
 
     def write_table(self, name: str, columns: Sequence[str], rows: Sequence[list[Any]]) -> None:
         """Write a table in the form that MLflow's artifact viewer shows as one."""
@@ -149,9 +149,7 @@ class StudyRun:
 
     def write_description(self, markdown: str) -> None:
         """Set the run's description in MLflow, in the place of the usual report."""
-        # A reason may name a file whose name is no UTF-8.
-        text = markdown.encode(errors="backslashreplace").decode()
-        write_atomically(self.folder.description, text)
+        write_atomically(self.folder.description, _in_utf8(markdown))
 
     def write_trials(self, trials: Sequence[Trial]) -> None:
         """Write the trials as tables: for MLflow's artifact viewer, and for spreadsheets."""
@@ -218,3 +216,8 @@ def trials_markdown(trials: Sequence[Trial]) -> str:
 def texts_markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return rows of texts as a Markdown table, or nothing without rows."""
     return f"{markdown.table(columns, rows)}\n\n" if rows else ""
+
+
+def _in_utf8(text: str) -> str:
+    # A reason may name a file whose name is no UTF-8.
+    return text.encode(errors="backslashreplace").decode()
