@@ -39,9 +39,10 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
 }
-# A value with a sign has no space: two conditions in one word are a mistake.
+# Two conditions in one word are a mistake: the value has a word, a sign and text without a space.
 _CONDITION = re.compile(
-    r"(?P<key>[^<>=!]+)(?P<sign>[!><=]=|[=><])(?P<value>[^<>=!]*|(?![<>=!])\S*)"
+    r"(?s)(?P<key>[^<>=!]+)(?P<sign>[!><=]=|[=><])"
+    r"(?P<value>(?![<>=!])(?!.*\s\w[\w./-]*(?:[!><=]=|[=><])\S).*)"
 )
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)(s|min|h|d)")
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
