@@ -72,6 +72,13 @@ def test_energy_to_the_target_is_its_share_of_the_whole() -> None:
     assert Objective("energy", ACCURACY, 0.8).value(folded(events, ACCURACY)) == pytest.approx(50.0)
 
 
+def test_samples_per_joule_count_the_first_steps_where_no_sample_came_before() -> None:
+    energy = SystemSampled(0.0, 0, {"system/gpu_0_energy_joules": 60.0})
+    curve = folded([*epochs(0.5, 0.7), energy], ACCURACY)
+    curve.batch_size = 3
+    assert curve.samples_per_joule == pytest.approx(20 * 3 / 60.0)
+
+
 def test_a_trial_too_short_for_a_steady_speed_has_that_of_all_its_steps() -> None:
     curve = LearningCurve(ACCURACY, batch_size=32)
     for event in epochs(0.5, 0.7):

@@ -41,7 +41,7 @@ class LearningCurve:
     joules_before: float | None = None
     """The energy up to the first report of steps. None: there was no report yet."""
     step_before: int = 0
-    """The last step of that report."""
+    """The last step whose energy `joules_before` has."""
     batch_size: int = 0
 
     def __call__(self, event: Event) -> None:
@@ -52,7 +52,9 @@ class LearningCurve:
             case StepsLogged(steps=steps, metrics=metrics):
                 # Also a report without a speed: later seconds count the steps before.
                 if self.joules_before is None:
-                    self.joules_before, self.step_before = self.joules or 0.0, steps[-1]
+                    self.joules_before = self.joules or 0.0
+                    # Without a sample before this report, the energy of its steps is counted.
+                    self.step_before = steps[-1] if self.joules else 0
                 if STEP_SECONDS in metrics:
                     # The reported numbers are means over the steps since the last report.
                     seconds = metrics[STEP_SECONDS][-1] * (steps[-1] - self.step)
