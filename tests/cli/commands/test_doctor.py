@@ -88,6 +88,12 @@ def test_database_that_is_in_use_is_not_damaged(tmp_path: Path) -> None:
     assert "database is locked: try again" in fix and "damaged" not in fix
 
 
+def test_database_that_cannot_be_read_is_not_damaged(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").mkdir()
+    fix = str(doctor.tracking_store(tmp_path).fix)
+    assert "ask for the rights" in fix and "damaged" not in fix
+
+
 def test_sound_database(tmp_path: Path) -> None:
     database = sqlite3.connect(tmp_path / "mlflow.db")
     database.execute("CREATE TABLE runs (id INTEGER)")
