@@ -113,8 +113,8 @@ def signature(folder: str) -> str:
     try:
         events = os.stat(f"{folder}/{EVENTS}")  # noqa: PTH116
         changed = os.stat(folder).st_mtime_ns  # noqa: PTH116
-        # The version last: earlier ones kept the settings of a run's first attempt.
-        return f"{changed} {events.st_mtime_ns} {events.st_size} 3"
+        # The version last: earlier ones had the first settings of a run, or another best value.
+        return f"{changed} {events.st_mtime_ns} {events.st_size} 4"
     except OSError:
         return ""
 
