@@ -173,7 +173,7 @@ def _free(keeper: Housekeeper, folders: Sequence[RunFolder], *, yes: bool) -> in
             else:
                 print(f"kept: {name}: it was restored in MLflow")
         except Exception as error:  # the others can be freed nevertheless
-            print(line_without_secrets(f"kept: {name}: {reason(error)}"))
+            print(line_without_secrets(f"not freed: {name}: {reason(error)}"))
             code = FAILED
     print(f"freed {size_text(freed)}")
     return code
