@@ -252,7 +252,8 @@ def _run_in_mlflow(setup: SearchSetup, study: Study) -> str | None:
 def _check_not_erased(setup: SearchSetup, study: Study) -> None:
     # Another machine may have no folder of the run. It may have a store of the same path.
     own = {"tracking_uri": uris.default_tracking_uri(setup.root), "host": socket.gethostname()}
-    began_here = own.items() <= (study.facts.get(_PARENT) or {}).items()
+    # An earlier version noted no host.
+    began_here = own.items() <= ({"host": own["host"]} | (study.facts.get(_PARENT) or {})).items()
     if began_here and not (setup.root / "runs" / study.name).exists():
         where = url_without_secrets(setup.storage)
         raise UserError(
