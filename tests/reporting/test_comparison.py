@@ -100,6 +100,13 @@ def test_a_speed_within_its_intervals_has_no_change() -> None:
     assert change(80.0, 90.0) == change(None, None) == "-28.6%"
 
 
+def test_times_of_a_last_attempt_are_not_compared() -> None:
+    whole = [started(), ended(metrics={"train_seconds": 500.0})]
+    resumed = [started(), ended("STOPPED"), started(2), ended(metrics={"train_seconds": 50.0})]
+    (row,) = [row for row in sections([side(*whole), side(*resumed)])["Speed"] if "tr" in row.key]
+    assert row.values == ("500", "")
+
+
 def test_uncommitted_changes_are_compared_by_file() -> None:
     untracked = "# untracked: y.py\n"
     assert list(comparison.patches(PATCH.format(1), untracked + PATCH.format(2))) == [

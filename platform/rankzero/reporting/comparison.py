@@ -142,7 +142,9 @@ def _speeds(facts: Facts) -> dict[str, float]:
     known = {
         title: summary[key]
         for key, title in _SPEEDS.items()
+        # The times of a resumed run are its last attempt's. Its duration is that of all.
         if number(summary.get(key)) is not None
+        and not (facts.attempts > 1 and key.endswith("_seconds"))
     }
     gpu = {f"GPU {key.replace('_', ' ')}": value for key, value in facts.gpu_means.items()}
     return {**known, "duration, s": facts.duration, **gpu}
