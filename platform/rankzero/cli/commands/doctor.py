@@ -143,7 +143,7 @@ def _check_sqlite(path: Path, timeout: float) -> str:
         with contextlib.closing(sqlite3.connect(address, timeout=timeout, uri=True)) as database:
             (answer,) = database.execute("PRAGMA quick_check").fetchone()
     except sqlite3.Error as error:
-        # As a lock, no right to read it or to write its write-ahead log, a network disk that is away.
+        # As a lock, missing rights to its write-ahead log, or a network disk that is away.
         if isinstance(error, sqlite3.OperationalError):
             text = f"{error}: try again, or ask for the rights to {path} and its folder"
             raise RuntimeError(text) from error
