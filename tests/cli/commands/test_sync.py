@@ -17,7 +17,7 @@ from rankzero.cli.commands import sync as command
 from rankzero.errors import FAILED
 from rankzero.events import SystemSampled, encode
 from rankzero.mlflow_store.client import MlflowRuns
-from rankzero.run_store import delivery_state
+from rankzero.run_store import delivery_state, run_locks
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
 from rankzero.tracking.deliverer import Deliverer
@@ -53,6 +53,24 @@ def test_folder_that_disappears_does_not_stop_other_deliveries(
     assert told.count(": complete, ") == 2
     status = {run.name: run.status for run in list_runs(sqlite)}
     assert {status[folder.path.name] for folder in (made[0], made[2])} == {"KILLED"}
+
+
+def test_a_run_that_trains_holds_up_no_other_delivery(
+    sqlite: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    over, trains = (make_folder(tmp_path, sqlite) for _ in range(2))
+    append(over, started(), steps(1, 3), ended())
+    run_locks.claim(trains, 0)
+    append(trains, started(step=1), steps(1, 3))
+    monkeypatch.setattr(sync, "deliver", functools.partial(sync.deliver, patience=0.2))
+    with run_locks.lock(trains, 0):  # its courier
+        assert command.run(argparse.Namespace(run=None, dir=tmp_path)) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == f"{trains.path.name}: still trains, and another process delivers it"
+    assert printed[1].startswith(f"{over.path.name}: complete")
 
 
 def test_a_folder_that_cannot_be_locked_does_not_stop_other_deliveries(

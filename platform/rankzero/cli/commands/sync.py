@@ -13,6 +13,7 @@ from rankzero.catalog.summary import Summary
 from rankzero.errors import FAILED, FINISHED
 from rankzero.mlflow_store import named_runs
 from rankzero.run_store import delivery_state, run_locks
+from rankzero.run_store.attempt import is_written
 from rankzero.run_store.folder import FolderGone, RunFolder
 from rankzero.run_store.names import InvalidRunFolder
 from rankzero.tracking import delivery_status, sync
@@ -49,6 +50,10 @@ def _lacks(run: Summary) -> bool:
 
 def _deliver(folder: RunFolder, *, is_named: bool) -> int:
     name = folder.path.name
+    # To wait for it could take days, and hold up the other runs.
+    if run_locks.is_recording(folder) and is_written(folder):
+        print(f"{name}: still trains, and another process delivers it")
+        return FINISHED
     try:
         result = sync.deliver(folder)
     except (FolderGone, InvalidRunFolder, OSError) as error:
