@@ -23,7 +23,7 @@ from rankzero.errors import FAILED, FINISHED, RESUMABLE, RunFailed, UserError
 from rankzero.experiment import Experiment, Train
 from rankzero.launch import agent, failures
 from rankzero.launch.machines import ALONE, Machines
-from rankzero.launch.request import OUT_OF_MEMORY, request_for, write_config
+from rankzero.launch.request import OUT_OF_MEMORY, request_for
 from rankzero.launch.signals import SignalForwarder
 from rankzero.mlflow_store.patience import patience
 from rankzero.redaction.text import NOTIFY
@@ -84,7 +84,6 @@ def run(plan: LaunchPlan, forwarder: SignalForwarder | None = None) -> int:
         tags = {**plan.tags, OUT_OF_MEMORY: halved}
         plan = dataclasses.replace(plan, experiment=experiment, tags=tags)
         console.notice(f"out of memory: {halved}; starting again from the newest checkpoint")
-        write_config(plan.folder, plan.experiment)
         console, result, started = _launch(plan, forwarder)
     if not started:
         stopped = bool(forwarder.received)

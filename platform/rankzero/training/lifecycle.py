@@ -11,6 +11,7 @@ from rankzero import config
 from rankzero.events import DataDescribed, RunEnded, RunStarted, Status
 from rankzero.experiment import Experiment
 from rankzero.launch import failures
+from rankzero.launch.request import write_config
 from rankzero.redaction.text import settings_without_secrets
 from rankzero.tracking.run_log import RunLog
 from rankzero.training.distributed import device
@@ -32,9 +33,15 @@ class AttemptOutcome:
 class RunLifecycle:
     """Emits RunStarted once. Set `outcome` before the block of `tracked` ends."""
 
-    def __init__(self, log: RunLog, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        log: RunLog,
+        experiment: Experiment,
+        params: Mapping[str, str],
+        tags: Mapping[str, str],
+    ) -> None:
         self.outcome = AttemptOutcome("FAILED", "ended without a reason")
-        self._log, self._params, self._tags = log, params, tags
+        self._log, self._experiment, self._params, self._tags = log, experiment, params, tags
         self._is_started = False
 
     def start(
@@ -44,10 +51,18 @@ class RunLifecycle:
         data: Sequence[DataDescribed] = (),
         tags: Mapping[str, str] | None = None,
     ) -> None:
-        """Emit RunStarted, with `tags` and the digests of `data` as tags, and `data` itself."""
+        """Emit RunStarted, with `tags` and the digests of `data` as tags, and `data` itself.
+
+        Rank 0 writes the settings before it: those of an attempt that never began are not kept.
+        """
         if self._is_started:
             return
         self._is_started = True
+        if self._log.attempt:
+            try:
+                write_config(self._log.folder, self._experiment)
+            except OSError as error:
+                self._log.notice(f"config.yaml lacks the settings of this attempt: {error}")
         digests = {f"{_DATA}{event.context}": event.digest for event in data}
         every, attempt = {**self._tags, **digests, **(tags or {})}, self._log.attempt
         self._log(RunStarted(time.time(), self._params, every, attempt, step, total_steps))
@@ -77,7 +92,7 @@ def tracked(
         "world_size": str(world.size),
         "device": world.device.type,
     }
-    lifecycle = RunLifecycle(log, params, {**environment, **device.describe(world)})
+    lifecycle = RunLifecycle(log, experiment, params, {**environment, **device.describe(world)})
     error: str | None = None
     try:
         yield lifecycle

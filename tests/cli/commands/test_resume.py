@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 
 from rankzero import ConfigError, Experiment, Train, config, experiment_file
+from rankzero.cli import launch_run
 from rankzero.cli.commands import resume
-from rankzero.launch.machines import Machines
-from rankzero.launch.request import keep_for_helper, with_changes
+from rankzero.launch.machines import ALONE, Machines
+from rankzero.launch.request import keep_for_helper, with_changes, write_config
+from rankzero.run_store.folder import RunFolder
 from rankzero.training.checkpoints import best_model
+from support.checkpoints import save_steps
 from support.commands import TINY, Command, last_end, losses
-from support.runs import append, make_folder, started
+from support.runs import append, ended, make_folder, started, steps
 
 
 @pytest.mark.timeout(200)
@@ -133,6 +136,35 @@ def test_a_stop_at_no_target_is_refused_where_it_is_asked_for() -> None:
     assert not with_changes(aimed, {"goal.target": "none"}).goal.target, "an older run may have it"
     own = Experiment(train=Train(limits=Train.Limits(stop_at_target=True)))
     assert with_changes(own, asked) == own, "a program passes what the experiment has by itself"
+
+
+def test_a_launch_that_never_began_leaves_the_settings_of_the_attempt_before(
+    resumable: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the same command would find nothing left to train."""
+    launched = list[launch_run.LaunchPlan]()
+    monkeypatch.setattr(launch_run, "run", launched.append)
+    for _ in range(2):
+        resume.continue_run(resumable, words(resumable, "train.epochs=40"), ALONE)
+    assert [plan.experiment.train.epochs for plan in launched] == [40, 40]
+
+
+@pytest.fixture
+def resumable(tmp_path: Path) -> RunFolder:
+    """A run that has finished, with a checkpoint."""
+    folder = make_folder(tmp_path, experiment_file=str(TINY))
+    tiny = experiment_file.load(str(TINY))()
+    write_config(folder, config.override(tiny, {"train.epochs": 20}))
+    save_steps(folder.path, {3: 0.5})
+    append(folder, started(), steps(1, 3), ended())
+    return folder
+
+
+def words(folder: RunFolder, *settings: str, experiment: str | None = None) -> argparse.Namespace:
+    own = {"dir": folder.root, "run_name": folder.path.name, "offline": True}
+    return argparse.Namespace(
+        **own, experiment=experiment, settings=settings, nproc=None, max_restarts=0
+    )
 
 
 @pytest.mark.parametrize(("machines", "nproc"), [(Machines(2, 2), 4), (Machines(1, 2), None)])

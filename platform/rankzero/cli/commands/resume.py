@@ -114,7 +114,9 @@ def continue_run(
             # Now, so that `rankzero runs` does not close the run while its ranks start.
             if folder.events.exists():
                 sync.close_if_dead(folder, RECORDER_SECONDS)
-            write_config(folder, experiment)
+            # Rank 0 replaces it: a launch that is stopped before that leaves the run as it was.
+            if not folder.config.exists():
+                write_config(folder, experiment)
         plan = launch_run.LaunchPlan(
             folder,
             experiment,

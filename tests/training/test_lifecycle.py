@@ -1,0 +1,29 @@
+"""What an attempt writes when it begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rankzero import config
+from rankzero.launch.request import write_config
+from rankzero.run_store.journal import Journal
+from rankzero.tracking.run_log import RunLog
+from rankzero.training.lifecycle import tracked
+from rankzero.training.metrics.throughput import RunTotals
+from support.runs import make_folder
+from support.training import ALONE, tiny
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_settings_are_kept_once_the_attempt_has_begun(tmp_path: Path, fails: bool) -> None:
+    folder = make_folder(tmp_path)
+    write_config(folder, tiny(train__steps=4))
+    log = RunLog(folder, Journal(folder.events), 2, None)
+    with pytest.raises(KeyError), tracked(log, tiny(train__steps=8), {}, ALONE, RunTotals()) as run:
+        assert config.read_file(folder.config)["train.steps"] == 4
+        if not fails:
+            run.start(4, 8)
+        raise KeyError("in data()")
+    assert config.read_file(folder.config)["train.steps"] == 8
