@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -165,7 +166,7 @@ def with_saved(
     """
     saved, known = config.read_file(folder.config), config.flatten(experiment)
     if gone := [repr(key) for key in saved if key not in known]:
-        file = Path(folder.identity.experiment_file or "").name
+        file = Path(inspect.getfile(type(experiment))).name
         raise config.ConfigError(
             f"{folder.config} has {', '.join(gone)}, which {file} has no more: put it back there, "
             "or rename or delete its line in config.yaml"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import pytest
 from rankzero import ConfigError, Experiment, Train, config, experiment_file
 from rankzero.cli import launch_run
 from rankzero.cli.commands import resume
+from rankzero.errors import UserError
 from rankzero.launch.machines import ALONE, Machines
 from rankzero.launch.request import keep_for_helper, with_changes, write_config
+from rankzero.run_store import run_locks
 from rankzero.run_store.folder import RunFolder
 from rankzero.training.checkpoints import best_model
 from support.checkpoints import save_steps
@@ -149,6 +152,26 @@ def test_a_launch_that_never_began_leaves_the_settings_of_the_attempt_before(
     assert [plan.experiment.train.epochs for plan in launched] == [40, 40]
 
 
+def test_a_refused_command_leaves_the_run_the_file_of_its_experiment(
+    resumable: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (moved := tmp_path / "elsewhere.py").write_text(TINY.read_text())
+    monkeypatch.setattr(launch_run, "run", lambda _: 0)
+
+    def resume_with(*settings: str) -> str | None:
+        asked = words(resumable, *settings, experiment=str(moved))
+        with contextlib.suppress(UserError):
+            resume.continue_run(resumable, asked, ALONE)
+        return resumable.identity.experiment_file
+
+    assert resume_with() == str(TINY), "nothing is left to train"
+    run_locks.claim(resumable, 0)
+    append(resumable, started(2))
+    assert resume_with("train.epochs=40") == str(TINY), "it still trains"
+    append(resumable, ended())
+    assert resume_with("train.epochs=40") == str(moved)
+
+
 @pytest.fixture
 def resumable(tmp_path: Path) -> RunFolder:
     """A run that has finished, with a checkpoint."""
@@ -182,7 +205,8 @@ def test_a_helping_machine_resumes_with_the_settings_and_the_processes_of_before
     folder = make_folder(tmp_path, experiment_file=str(TINY))
     trained = config.override(experiment_file.load(str(TINY))(), {"train.batch_size": 96})
     keep_for_helper(folder, trained, 12)
-    arguments = argparse.Namespace(nproc=None, settings=["lr=0.5"], dir=tmp_path)
+    own = {"experiment": None, "dir": tmp_path}
+    arguments = argparse.Namespace(nproc=None, settings=["lr=0.5"], **own)
     found = resume._of_helper(folder, arguments, Machines(2, 2))
     assert (found.train.batch_size, config.flatten(found)["lr"]) == (96, 0.5)
     assert arguments.nproc == 6

@@ -141,7 +141,7 @@ def test_the_same_command_leaves_a_run_that_ended_early(tmp_path: Path) -> None:
     tiny, words = experiment_file.load(str(TINY))(), ["train.epochs=100", "train.patience=3"]
     write_config(folder, config.override(tiny, config.parse_assignments(words)))
     append(folder, started(), steps(1, 20), ended(reason="no better val/accuracy for 3"))
-    again = argparse.Namespace(dir=tmp_path, settings=words)
+    again = argparse.Namespace(dir=tmp_path, settings=words, experiment=None)
     with pytest.raises(resume.NothingLeft, match="has finished with step 20"):
         resume._experiment(folder, again)
     again.settings = ["train.patience=4"]

@@ -74,7 +74,7 @@ def begun(arguments: argparse.Namespace, machines: Machines) -> RunFolder | None
     if found is None or (is_new and not machines.alone):
         return None
     _await_other_machine(found, machines)
-    return _moved(found, arguments.experiment)
+    return found
 
 
 def continue_run(
@@ -108,15 +108,14 @@ def continue_run(
                 if again:
                     experiment = _experiment(folder, arguments)
         topology = launch_run.topology_of(arguments, experiment.train, machines)
+        # Only now: a command that is refused leaves the run as it was.
+        _keep(folder, experiment, arguments.experiment)
         if not joins:
             if not offline:
                 uris.prepare_store(folder.identity.tracking_uri)
             # Now, so that `rankzero runs` does not close the run while its ranks start.
             if folder.events.exists():
                 sync.close_if_dead(folder, RECORDER_SECONDS)
-            # Rank 0 replaces it: a launch that is stopped before that leaves the run as it was.
-            if not folder.config.exists():
-                write_config(folder, experiment)
         plan = launch_run.LaunchPlan(
             folder,
             experiment,
@@ -144,15 +143,17 @@ def _folder(arguments: argparse.Namespace) -> RunFolder:
         uri = options.store_of_absent_run(arguments)
         print(f"{arguments.run_name} is not on this disk: looking in {url_without_secrets(uri)}")
         found = download.run_folder(runs, uri, arguments.run_name)
-    return _moved(found, arguments.experiment)
+    return found
 
 
-def _moved(folder: RunFolder, experiment: str | None) -> RunFolder:
-    """Let the run's folder name the file that the experiment is in now."""
+def _keep(folder: RunFolder, experiment: Experiment, reference: str | None) -> None:
+    """Let the run's folder name the file that the experiment is in now, and have settings."""
     identity = folder.identity
-    if experiment and (file := options.absolute(experiment)) != identity.experiment_file:
+    if reference and (file := options.absolute(reference)) != identity.experiment_file:
         folder.write_identity(dataclasses.replace(identity, experiment_file=file))
-    return folder
+    # Rank 0 replaces them: a launch that is stopped before that leaves the run's as they were.
+    if not folder.config.exists():
+        write_config(folder, experiment)
 
 
 def _of_server(arguments: argparse.Namespace) -> RunFolder | None:
@@ -187,9 +188,12 @@ def _await_other_machine(folder: RunFolder, machines: Machines) -> None:
         time.sleep(1.0)
 
 
-def class_of(folder: RunFolder, store_folder: Path) -> type[Experiment]:
-    """Return the class of a run's experiment. Raises UserError where it cannot be loaded."""
-    reference = folder.identity.experiment_file
+def class_of(folder: RunFolder, store_folder: Path, moved: str | None = None) -> type[Experiment]:
+    """Return the class of a run's experiment, from the file `moved` if that is given.
+
+    Raises UserError where it cannot be loaded.
+    """
+    reference = options.absolute(moved) if moved else folder.identity.experiment_file
     if reference is None:
         raise UserError(
             f"{folder.path.name} does not record an experiment file in this folder: pass "
@@ -211,7 +215,7 @@ def class_of(folder: RunFolder, store_folder: Path) -> type[Experiment]:
 def _of_helper(folder: RunFolder, arguments: argparse.Namespace, machines: Machines) -> Experiment:
     """Return the settings for a machine that helps another, whose settings all ranks use."""
     changes = config.parse_assignments(arguments.settings)
-    experiment = class_of(folder, arguments.dir)()
+    experiment = class_of(folder, arguments.dir, arguments.experiment)()
     # Earlier versions kept neither there.
     if folder.config.exists():
         experiment = with_saved(experiment, folder, changes)
@@ -229,7 +233,7 @@ def _may_begin_again(folder: RunFolder) -> bool:
 
 
 def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
-    cls = class_of(folder, arguments.dir)
+    cls = class_of(folder, arguments.dir, arguments.experiment)
     if ignored := ignored_hooks(cls):
         print(f"note: {ignored}")
     changes = config.parse_assignments(arguments.settings)
