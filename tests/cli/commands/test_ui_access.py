@@ -494,3 +494,14 @@ def test_newest_run_is_one_of_the_server_that_is_shown(
     runs, newest = ui._links(tmp_path, "http://x", empty=False)
     assert runs.startswith("runs: ")
     assert newest.startswith("newest run: ") and f"/runs/{mlflow_id(own)}?" in newest
+
+
+def test_a_store_without_the_runs_says_where_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_folder(tmp_path, "http://server:5000", name="there")
+    assert not list(ui._links(tmp_path, "http://x", empty=True))
+    assert capsys.readouterr().out == "note: there is in another store: http://server:5000\n"
+    make_folder(tmp_path, uris.default_tracking_uri(tmp_path), name="own")
+    assert not list(ui._links(tmp_path, "http://x", empty=True))
+    assert not capsys.readouterr().out, "a run that is not delivered yet"

@@ -111,7 +111,8 @@ def test_where_runs_are_seen(tmp_path: Path) -> None:
         return look(make_folder(tmp_path, uri))
 
     assert seen("http://me:hunter2@server:5000") == "http://server:5000"
-    assert seen("sqlite:////runs/mlflow.db").endswith(f"rankzero ui --dir {tmp_path}")
+    assert seen("sqlite:////team/mlflow.db").endswith("rankzero ui --dir /team")
+    assert seen("sqlite:////team/all.db").endswith(" --backend-store-uri sqlite:////team/all.db")
     assert seen("mysql://me:hunter2@host/db").endswith(" mysql://host/db")
 
 

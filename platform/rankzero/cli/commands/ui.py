@@ -21,11 +21,12 @@ from types import FrameType
 
 from rankzero.catalog import command_lines, lookup
 from rankzero.catalog.summary import Summary
+from rankzero.cli.display.live import look
 from rankzero.errors import RunFailed, UserError
 from rankzero.launch.signals import handled_signals
 from rankzero.mlflow_store import saved_view, server, uris
 from rankzero.run_store import delivery_state as delivery
-from rankzero.run_store.folder import write_atomically
+from rankzero.run_store.folder import RunFolder, write_atomically
 
 _STARTUP_SECONDS = 60.0
 _SIGNAL_SECONDS = 1.0
@@ -187,8 +188,11 @@ def _links(root: Path, address: str, empty: bool) -> Iterator[str]:
     """Yield links to the newest run's experiment, in a useful view, and to that run."""
     runs = list[Summary]()
     with contextlib.suppress(UserError):  # another program may have locked the store
-        # Runs of another server have no name in this store.
-        runs += (one for one in lookup.listed(root / "runs") if one.mlflow_name)
+        known = lookup.listed(root / "runs")
+        # Runs of another store have no name in this one.
+        runs += (one for one in known if one.mlflow_name)
+        if not runs and known:
+            _note_other_store(root, known[0].folder)
     if not runs:
         return
     # The server makes an empty store's tables. Two processes must not make them at once.
@@ -201,6 +205,12 @@ def _links(root: Path, address: str, empty: bool) -> Iterator[str]:
         if state.run_id and state.experiment_id:
             yield f"newest run: {base}/{state.experiment_id}/runs/{state.run_id}?{kind}"
             return
+
+
+def _note_other_store(root: Path, newest: RunFolder) -> None:
+    """Say where people see the newest run, if that is not the store in `root`."""
+    if newest.identity.tracking_uri != uris.default_tracking_uri(root):
+        print(f"note: {newest.path.name} is in another store: {look(newest)}")
 
 
 def _save_views(tracking_uri: str, runs: Sequence[Summary]) -> dict[str, str]:

@@ -24,6 +24,7 @@ from rankzero.events import Evaluated, Event, RunEnded, RunStarted
 from rankzero.experiment import Goal
 from rankzero.launch.agent import log_files
 from rankzero.mlflow_store.drivers import is_database
+from rankzero.mlflow_store.uris import DATABASE, sqlite_path
 from rankzero.redaction.text import url_without_secrets
 from rankzero.reporting.progress_bar import ProgressModel, progress_panel
 from rankzero.run_store.folder import RunFolder
@@ -201,12 +202,12 @@ class Console:
 def look(folder: RunFolder) -> str:
     """Return where people see a run: an address, or a command that serves its store."""
     tracking_uri = folder.identity.tracking_uri
-    shown = url_without_secrets(tracking_uri)
-    if tracking_uri.startswith(("http://", "https://")):
-        return shown
-    if is_database(tracking_uri):
+    shown, path = url_without_secrets(tracking_uri), sqlite_path(tracking_uri)
+    if path is not None and path.name == DATABASE:
+        return command(path.parent, "ui")
+    if path is not None or is_database(tracking_uri):
         return shlex.join(["mlflow", "server", "--backend-store-uri", shown])
-    return command(folder.root, "ui")
+    return shown
 
 
 def command(root: Path | None, *words: str) -> str:
