@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import resource
 import stat
@@ -19,6 +21,7 @@ from rankzero.run_store import disk, lock_files, run_locks
 from rankzero.run_store.attempt import sole_launcher
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.training.distributed.torch_compat import keep_compiled_code_private
+from support.runs import make_folder
 from support.second_user import as_nobody, locked, needs_root, nobody_locks
 
 pytestmark = needs_root
@@ -74,6 +77,21 @@ def test_readers_see_the_claim_of_a_run(run: RunFolder) -> None:
     claim = run_locks.claim(run, 0)
     assert as_nobody(lambda: getattr(run_locks.latest(run, 0), "token", None)) == claim.token
     assert as_nobody(lambda: run_locks.writer_lives(run))
+
+
+def test_a_writer_in_another_container_of_this_host_lives_while_its_recorder_does(
+    tmp_path: Path,
+) -> None:
+    """As with `docker run --network host`, which gives the container the host's name."""
+    folder = make_folder(tmp_path)
+    claim = run_locks.claim(folder, 0)
+    assert run_locks.writer_lives(folder)
+    other = dataclasses.replace(claim, namespace="pid:[1]", pid_started="0")
+    (folder.path / "recorder.json").write_text(json.dumps(dataclasses.asdict(other)))
+    recorder = run_locks.announce_recorder(folder, 0, claim.token)
+    assert recorder is not None and run_locks.writer_lives(folder)
+    os.close(recorder)
+    assert not run_locks.writer_lives(folder)
 
 
 def test_who_may_write_a_folder_may_take_its_locks(shared: Path) -> None:

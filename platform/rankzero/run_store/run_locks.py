@@ -48,9 +48,11 @@ class Claim:
     time: float
     events_offset: int
     """Bytes of journal that earlier attempts wrote."""
+    namespace: str = ""
+    """The process's namespace of pids, which a container has of its own. Not of old versions."""
 
 
-_KINDS = (str, str, int, str, int | float, int)
+_KINDS = (str, str, int, str, int | float, int, str)
 """The types of a claim's fields."""
 
 
@@ -71,6 +73,7 @@ def claim(folder: RunFolder, node: int, check: Callable[[Claim], object] = lambd
             _process_start(os.getpid()),
             time.time(),
             events,
+            _namespace(),
         )
         # An older recorder keeps its lock on a file that nobody looks at any more.
         for left in folder.path.glob(f"{_claim_path(folder, node).stem}-{'?' * 16}.live"):
@@ -111,7 +114,9 @@ def writer_lives(folder: RunFolder) -> bool:
     if found is None:
         return False
     if is_local(found):
-        return is_alive(found)
+        # The pids of another container mean nothing here. Its locks do.
+        is_foreign = found.namespace not in ("", _namespace())
+        return has_live_recorder(folder) if is_foreign else is_alive(found)
     return time.time() - last_heartbeat(folder) < ABANDONED_SECONDS
 
 
@@ -123,6 +128,12 @@ def is_local(claim: Claim) -> bool:
 def is_alive(claim: Claim) -> bool:
     """Return whether the process that made the claim lives, on this machine."""
     return _process_start(claim.pid) == claim.pid_started != ""
+
+
+def _namespace() -> str:
+    with contextlib.suppress(OSError):
+        return str(Path("/proc/self/ns/pid").readlink())
+    return ""
 
 
 def last_heartbeat(folder: RunFolder) -> float:
