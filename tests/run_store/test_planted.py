@@ -68,6 +68,17 @@ def test_a_run_name_that_is_not_plain_is_refused(name: str, tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("link", ["mlruns", "mlruns/runs", "mlruns/runs/a-run"])
+def test_a_run_below_a_link_whose_target_is_gone_is_refused(link: str, tmp_path: Path) -> None:
+    (tmp_path / link).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / link).symlink_to(tmp_path / "unmounted")
+    identity = Identity("a-run", "u", "tests", "sqlite:///x.db")
+    # `rankzero.track` would take FileExistsError for a taken name, and draw names for ever.
+    for make in (RunFolder.create, RunFolder.open_or_create):
+        with pytest.raises(UserError, match=f"{link} is no folder, or a link to one that is gone"):
+            make(tmp_path / "mlruns" / "runs", identity)
+
+
 @thorough
 @given(st.text(max_size=300) | st.sampled_from(EVIL))
 def test_any_text_makes_a_name_that_is_one_folder(text: str) -> None:

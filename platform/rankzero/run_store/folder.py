@@ -74,8 +74,7 @@ class RunFolder:
         It takes over a folder that a command left which was stopped before its run had begun.
         """
         folder = cls(_place(runs, identity))
-        make_root(runs.parent)
-        folder.path.mkdir(parents=True, exist_ok=True)
+        _make(folder.path)
         symlinks.refuse(folder.path)
         with lock_files.lock(folder.path / "attempt.lock", seconds=_CREATION_SECONDS) as is_free:
             if not is_free or (folder.path / "run.json").exists() or folder.has_begun:
@@ -93,8 +92,7 @@ class RunFolder:
         symlinks.refuse(folder.path)
         known = (folder.path / "run.json").exists()
         if not known or not (folder.events.exists() or folder.identity.uuid == identity.uuid):
-            make_root(runs.parent)
-            folder.path.mkdir(parents=True, exist_ok=True)
+            _make(folder.path)
             folder.write_identity(identity)
         return folder
 
@@ -263,6 +261,17 @@ def write_atomically(path: Path, text: str, private: bool = False) -> None:
             temporary.unlink()
         raise
     disk.sync(path.parent)
+
+
+def _make(folder: Path) -> None:
+    make_root(folder.parent.parent)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise UserError(
+            f"{error.filename} is no folder, or a link to one that is gone: mount that disk, or "
+            "choose another folder with RANKZERO_DIR"
+        ) from None
 
 
 def _place(runs: Path, identity: Identity) -> Path:
