@@ -18,6 +18,7 @@ from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder
 from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints
+from support.checkpoints import damage_checkpoint
 from support.runs import T0, make_folder
 
 
@@ -68,6 +69,8 @@ def test_the_best_is_fetched_with_the_newest(uploaded: RunFolder, sqlite: str) -
     for one in known:
         tag = {"rankzero.best": str(one.step == 1).lower()}
         client.set_logged_model_tags(one.model_id, tag)
+    assert _fetched(uploaded) == ([1, 3], [])
+    damage_checkpoint(uploaded.checkpoints / "step_00000001", "truncate")
     assert _fetched(uploaded) == ([1, 3], [])
     path, _ = checkpoint_files.newest_intact(uploaded.checkpoints)
     assert path is not None and path.name == "step_00000003"

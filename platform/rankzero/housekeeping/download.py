@@ -102,13 +102,13 @@ def newest_checkpoint(
 
 def _fetch_best(tracker: MlflowRuns, folder: RunFolder, one: RemoteCheckpoint) -> str | None:
     """Download a checkpoint that the run can do without, unless it is here; return the problem."""
-    if checkpoint_files.folder_of(folder.checkpoints, one.step).exists():
+    target = checkpoint_files.folder_of(folder.checkpoints, one.step)
+    if checkpoint_files.problem_with(target) is None:
         return None
     try:
         return _fetch(tracker, folder, one)
     except Exception as error:  # of MLflow, the network, the disk
         # Its first part may fill the disk, and the newest one needs the room.
-        target = checkpoint_files.folder_of(folder.checkpoints, one.step)
         shutil.rmtree(checkpoint_files.temporary_folder(target), ignore_errors=True)
         why = line_without_secrets(f"{type(error).__name__}: {error}")
         return f"the best checkpoint, of step {one.step}, does not come from MLflow: {why}"

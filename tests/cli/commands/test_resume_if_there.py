@@ -14,13 +14,14 @@ import pytest
 
 from rankzero import config, experiment_file
 from rankzero.cli.commands import resume
+from rankzero.housekeeping import download
 from rankzero.launch.machines import ALONE
 from rankzero.launch.request import write_config
 from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 from rankzero.run_store import checkpoint_files, run_locks
 from rankzero.run_store.attempt import is_written
 from rankzero.run_store.folder import Identity, RunFolder
-from support.checkpoints import save_steps
+from support.checkpoints import damage_checkpoint, save_steps
 from support.commands import (
     TINY,
     Command,
@@ -130,7 +131,7 @@ def test_a_run_that_returns_to_its_first_machine_continues_from_the_newest_check
     _lose_the_disk(rankzero)
     (rankzero.folder / "disk-of-a").rename(runs)
     code, output = rankzero(*words, slow)
-    assert code == 0 and "another machine has continued the run" in output, output
+    assert code == 0 and "comes from MLflow" in output, output
     (folder,) = rankzero.runs
     assert starts(folder) == [0, 20] and max(losses(folder)) == 30
     _assert_each_step_once(MlflowRuns(server.uri), tracked(folder))
@@ -156,6 +157,26 @@ def test_a_server_that_is_away_holds_up_no_resume_of_a_checkpoint_that_is_here(
     here = checkpoint_files.folder_of(folder.checkpoints, 3)
     assert resume._newest_checkpoint(folder, False, required=True) == here
     assert "MLflow cannot be asked for a newer checkpoint" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_is_damaged_here_and_not_a_deleted_one_comes_from_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder(tmp_path, "http://127.0.0.1:9", mlflow_run_id="run-1")
+    append(folder, *save_steps(folder.path, {3: 0.5, 4: 0.6, 5: 0.7}, keep=9))
+    asked: list[int] = []
+
+    def newest_checkpoint(_folder: RunFolder, after: int) -> tuple[Path | None, list[str]]:
+        asked.append(after)
+        return None, []
+
+    monkeypatch.setattr(download, "newest_checkpoint", newest_checkpoint)
+    fourth, fifth = (checkpoint_files.folder_of(folder.checkpoints, step) for step in (4, 5))
+    damage_checkpoint(fifth, "truncate")
+    assert resume._newest_checkpoint(folder, False, required=True) == fourth
+    shutil.rmtree(fifth)
+    assert resume._newest_checkpoint(folder, False, required=True) == fourth
+    assert asked == [4, 5]
 
 
 def _assert_each_step_once(store: MlflowRuns, run: RunRecord) -> None:

@@ -317,15 +317,16 @@ def _newest_checkpoint(folder: RunFolder, offline: bool, *, required: bool) -> P
 
 
 def _newer_elsewhere(folder: RunFolder, path: Path) -> Path:
-    """Return the checkpoint with which another machine continued the run, else `path`."""
+    """Return a newer checkpoint, of another machine or damaged here, from MLflow, else `path`."""
     uri = folder.identity.tracking_uri
     if uris.sqlite_path(uri) is not None or lookup.mlflow_id(folder) is None:
         return path
     from rankzero.housekeeping import download
 
     # One that was saved here and is gone was deleted by a person, to continue from an older one.
-    saved = [one.step for one in read_all(folder.events) if isinstance(one, CheckpointSaved)]
-    newest = max([checkpoint_files.read_manifest(path).step, *saved])
+    saved = [one for one in read_all(folder.events) if isinstance(one, CheckpointSaved)]
+    gone = [one.step for one in saved if not (folder.path / one.path).exists()]
+    newest = max([checkpoint_files.read_manifest(path).step, *gone])
     try:
         newer, problems = download.newest_checkpoint(folder, after=newest)
     # A server that is away must not hold up a run whose checkpoint is here.
@@ -335,5 +336,5 @@ def _newer_elsewhere(folder: RunFolder, path: Path) -> Path:
     for problem in problems:
         print(f"note: {problem}")
     if newer is not None:
-        print(f"another machine has continued the run: {newer.name} comes from MLflow")
+        print(f"{newer.name} comes from MLflow: the newest intact one on this disk is {path.name}")
     return newer or path
