@@ -63,6 +63,16 @@ def test_a_tie_but_for_rounding_leaves_the_earlier_checkpoint_the_best(tmp_path:
     )
 
 
+def test_a_best_checkpoint_of_another_goal_is_no_longer_the_best(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1, goal=GOAL, world_size=1)
+    # Until step 2, val/loss was not the goal.
+    for step, loss, best in ((1, 0.1, True), (2, 0.3, False), (3, 0.25, True), (4, 0.28, False)):
+        checkpoints.save({}, step, {"val/loss": loss}, best)
+    checkpoints.close()
+    path = checkpoint_files.best(tmp_path / "checkpoints", GOAL)
+    assert path and path.name == "step_00000003" and steps_in(tmp_path) == [3, 4]
+
+
 @pytest.mark.parametrize("damage", ["truncate", "flip", "no state", "no manifest", "torn manifest"])
 def test_damaged_checkpoint_is_skipped(tmp_path: Path, damage: str) -> None:
     save_steps(tmp_path, {1: 0.1, 2: 0.2})

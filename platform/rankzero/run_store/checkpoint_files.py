@@ -314,7 +314,10 @@ def _best_first(manifests: Mapping[Path, Manifest], goal: Goal) -> list[Path]:
     # The first one is the run's best: a later value that is better by rounding only is a tie.
     first: Path | None = None
     for path, value in values.items():
-        first = path if goal.better(value, values[first] if first else None) else first
+        # A training's best beats all before it. They may be of another goal.
+        was_best = manifests[path].best and manifests[path].world_size is not None
+        if was_best or goal.better(value, values[first] if first else None):
+            first = path
     sign = -1 if goal.mode == "max" else 1
     return sorted(values, key=lambda path: (path != first, sign * values[path]))
 
