@@ -281,7 +281,12 @@ def delete(path: Path, sync: Callable[[Path], None] = disk.sync) -> None:
     doomed = path.rename(path.with_name(_DELETED + path.name))
     # Otherwise a power loss could leave the old name for a part of the files.
     sync(path.parent)
-    shutil.rmtree(doomed)
+    try:
+        shutil.rmtree(doomed)
+    except OSError:
+        # NFS keeps a file that an upload reads, under such a name. The next attempt removes it.
+        if not all(left.name.startswith(".nfs") for left in doomed.iterdir()):
+            raise
 
 
 def remove_leftovers(checkpoints: Path) -> None:

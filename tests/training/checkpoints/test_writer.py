@@ -133,6 +133,19 @@ def test_failed_deletion_is_reported_once_and_hides_no_checkpoint(
     assert "could not be deleted" in problem and "Permission denied" in problem
 
 
+def test_a_file_that_nfs_keeps_for_an_upload_is_no_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def remove(path: Path, ignore_errors: bool = False) -> None:
+        (path / "state.pt").rename(path / ".nfs01")
+        (path / "manifest.json").unlink()
+        raise OSError(39, "Directory not empty", str(path))
+
+    save_steps(tmp_path, {1: 0.5})
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    checkpoint_files.delete(tmp_path / "checkpoints/step_00000001")
+
+
 def test_what_a_killed_attempt_could_not_log_is_logged_by_the_next(tmp_path: Path) -> None:
     events = [started(), *save_steps(tmp_path, {1: 0.9, 2: 0.3, 3: 0.5}, keep=1)]
     assert unlogged(tmp_path, events, 1, GOAL) == []
