@@ -126,6 +126,11 @@ def test_what_changes_in_the_folder_of_the_runs_is_no_change(repository: Path) -
     assert collect(repository, [], {}, folder.path.parents[1]).diff is None
 
 
+def test_a_link_to_the_folder_of_the_runs_is_no_change(repository: Path) -> None:
+    (repository / "mlruns").symlink_to(repository.parent)
+    assert collect(repository, [], {}, repository / "mlruns").dirty == "false"
+
+
 @pytest.mark.parametrize("at", [".", "project"])
 def test_code_in_the_folder_of_the_runs_is_the_users(
     repository: Path, at: str, monkeypatch: pytest.MonkeyPatch

@@ -393,9 +393,11 @@ def _changes(
     """Return a repository's diff and its new files, with paths from the repository `top`."""
     below = "" if folder == top else f"{folder.relative_to(top).as_posix()}/"
     prefixes = f"--src-prefix=a/{below}", f"--dst-prefix=b/{below}"
-    paths = ["--", ":/"]
-    if own is not None and folder.resolve() in own.resolve().parents:
-        paths.append(f":(exclude,literal){own.resolve().relative_to(folder.resolve())}")
+    inside = folder.resolve()
+    # A link to the folder of the runs is a file to git.
+    runs = () if own is None else (own.resolve(), own.parent.resolve() / own.name)
+    own_paths = [one.relative_to(inside) for one in runs if inside in one.parents]
+    paths = ["--", ":/", *(f":(exclude,literal){one}" for one in own_paths)]
     changes = _git(folder, "diff", "HEAD", *_DIFF_OPTIONS, *prefixes, *paths, settings=settings)
     new = _git(folder, "ls-files", "--others", "--exclude-standard", "--full-name", *paths)
     return changes, new and "".join(f"{below}{name}\n" for name in new.splitlines())
