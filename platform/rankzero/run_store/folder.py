@@ -222,8 +222,11 @@ class RunFolder:
 
     def add_child(self, name: str) -> None:
         """Note that the run `name`, in the same parent folder, belongs to this one."""
-        with open(self.path / _CHILDREN, "a", encoding="utf-8", opener=symlinks.no_follow) as file:
-            file.write(name + "\n")
+        path = self.path / _CHILDREN
+        with open(path, "a", encoding="utf-8", opener=symlinks.no_follow) as file:
+            # A line that a power loss cut does not swallow this one.
+            file.write(f"\n{name}\n")
+        disk.sync_all([path], self.path)
 
     def all_events(self) -> Iterator[Event]:
         """Yield every event of the run, the nodes' samples last."""
