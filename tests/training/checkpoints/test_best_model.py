@@ -27,7 +27,7 @@ from rankzero.run_store import delivery_state as state
 from rankzero.run_store.folder import RunFolder
 from rankzero.training import periodic, rng
 from rankzero.training.build import build
-from rankzero.training.checkpoints import best_model
+from rankzero.training.checkpoints import best_model, restore
 from rankzero.training.distributed.world import World
 from support.commands import wait_until
 from support.paths import FIXTURES
@@ -196,6 +196,19 @@ def test_an_answer_that_may_change_is_no_answer_about_the_model(
     far.send(None)
     answer(NeverAccepted("no such run"))
     with pytest.raises(NeverAccepted):
+        best_model._trace_and_log(folder, near)
+
+
+def test_other_weights_of_the_same_step_are_logged_again(folder: RunFolder) -> None:
+    """As after a return to an older checkpoint, from which the run was trained another way."""
+    near, far = multiprocessing.Pipe(duplex=False)
+    far.close()
+    folder.logged_model.write_text('{"step": 4, "model_id": "m"}')  # of an earlier version
+    best_model._trace_and_log(folder, near)
+    path = checkpoint_files.folder_of(folder.checkpoints, 4)
+    other = {"model": restore.load(path)["model"], "step": 4}
+    checkpoint_files.write(path, functools.partial(torch.save, other), 4, {}, False)
+    with pytest.raises(EOFError):  # It waits to log it.
         best_model._trace_and_log(folder, near)
 
 

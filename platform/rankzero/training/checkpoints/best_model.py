@@ -219,8 +219,9 @@ def _trace_and_log(folder: RunFolder, delivered: Connection) -> None:
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
         raise _NotNow(f"{kind}{error}") from error
     path = _best_checkpoint(folder, experiment.goal)
-    step, ended = checkpoint_files.read_manifest(path).step, lookup.last_end(folder)
-    note = {"step": step, "ended": None if ended is None else ended.time}
+    manifest, ended = checkpoint_files.read_manifest(path), lookup.last_end(folder)
+    step = manifest.step
+    note = {"step": step, "files": manifest.files, "ended": ended and ended.time}
     if _is_logged(folder, note):
         return
     model = _load_model(experiment, path)
@@ -274,9 +275,10 @@ def _log(folder: RunFolder, saved: Path, note: Mapping[str, Any], tags: Mapping[
 
 
 def _is_logged(folder: RunFolder, note: Mapping[str, Any]) -> bool:
-    """Return whether the model of the note's step is logged. If so, note the attempt's end, too."""
+    """Return whether the note's checkpoint is logged. If so, note the attempt's end, too."""
     before = _logged(folder)
-    if before is None or before["step"] != note["step"]:
+    # After a return to an older checkpoint, a step has other weights. Older notes lack "files".
+    if before is None or any(before.get(k, note.get(k)) != note.get(k) for k in ("step", "files")):
         return False
     # `rankzero sync` then knows that the newest attempt has no better one.
     write_atomically(folder.logged_model, json.dumps({**before, **note}))
