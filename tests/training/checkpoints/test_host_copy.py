@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 
+from rankzero.errors import UserError
 from rankzero.training.checkpoints import host_copy
 from rankzero.training.checkpoints.host_memory import room_for
 
@@ -89,6 +90,31 @@ def test_tensors_of_a_subclass_become_plain() -> None:
     torch.save(copied, content)
     loaded = torch.load(io.BytesIO(content.getbuffer()), weights_only=True)
     assert loaded["model"]["mean"].tolist() == [2, 2, 2]
+
+
+class Wrapping(torch.Tensor):
+    """As quantized weights, of a class that PyTorch does not know as safe."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapping:
+        made: Wrapping = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Wrapping:
+        return cls(func(*(getattr(one, "inner", one) for one in args), **(kwargs or {})))
+
+
+def test_a_tensor_that_could_not_be_loaded_again_is_refused() -> None:
+    copier = host_copy.HostCopier()
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"model.weight is a .*\.Wrapping, which could not be"):
+            copier.copy({"model": {"weight": Wrapping(torch.ones(3))}})
 
 
 def test_prepared_memory_is_that_of_the_copy() -> None:

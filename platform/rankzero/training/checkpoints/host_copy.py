@@ -51,6 +51,7 @@ class HostCopier:
         # Buffers are kept because fresh memory would cost a page fault for every 4 KiB.
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
         self._memory: HostMemory | None = None
+        self._loadable: set[type] = {Tensor}
 
     def copy(self, state: Any) -> PendingCopy:
         """Return `state` with every tensor copied. The copy is valid until the next call.
@@ -69,7 +70,12 @@ class HostCopier:
             if on_gpu:
                 gpus.add(source.device)
             if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-                buffer = self._buffers[path] = self._new_buffer(source)
+                buffer = self._new_buffer(source)
+                # One of a class that wraps tensors. Each class is checked once: it may be large.
+                if type(buffer) not in self._loadable:
+                    _require_loadable(buffer, path)
+                    self._loadable.add(type(buffer))
+                self._buffers[path] = buffer
             return buffer.copy_(_plain_tensor(source), non_blocking=on_gpu)
 
         copied = _map_tensors(state, copy_tensor, ())
