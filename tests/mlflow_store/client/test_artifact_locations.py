@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import shutil
 import sqlite3
 import urllib.parse
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mlflow.exceptions import MlflowException
 from PIL import Image
 
 from rankzero.mlflow_store.client import MlflowRuns, RunRecord, artifact_locations
@@ -180,6 +182,24 @@ def test_nothing_is_synced_for_a_server(tmp_path: Path, monkeypatch: pytest.Monk
     location.upload_file(tmp_path / "a.txt")
     location.upload_folder(tmp_path)
     assert len(uploaded) == 2 and not order
+
+
+def test_only_a_place_that_does_not_answer_holds_up_a_deletion() -> None:
+    def fail(error: Exception) -> None:
+        raise error
+
+    away, asked = ConnectionError("away"), list[str]()
+    forbidden = MlflowException("Not implemented yet, forbidden, or no such file")
+    repository: Any = SimpleNamespace(list_artifacts=lambda: asked.append("list"))
+    location = artifact_locations._ArtifactLocation(repository, None)
+    for error in (forbidden, NotImplementedError("Azure's Data Lake cannot list nothing either")):
+        repository.delete_artifacts = functools.partial(fail, error)
+        location.delete()
+        repository.list_artifacts = functools.partial(fail, away)
+    assert asked == ["list"]
+    repository.delete_artifacts = functools.partial(fail, forbidden)
+    with pytest.raises(ConnectionError):
+        location.delete()
 
 
 @pytest.mark.parametrize("lie", ELSEWHERE)

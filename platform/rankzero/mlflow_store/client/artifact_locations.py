@@ -67,13 +67,23 @@ class _ArtifactLocation:
             self._repository.log_artifacts(str(path))
 
     def delete(self) -> None:
-        """Delete all of the files."""
+        """Delete all of the files, unless they are elsewhere and their place does not allow it."""
         if self.folder is None:
             with patience():
-                self._repository.delete_artifacts()
+                self._delete_elsewhere()
         elif self.folder.exists():
             # Not by MLflow, which unquotes the path twice and then deletes another folder.
             shutil.rmtree(self.folder)
+
+    def _delete_elsewhere(self) -> None:
+        try:
+            self._repository.delete_artifacts()
+        except NotImplementedError:  # as Azure's Data Lake
+            pass
+        except Exception:
+            # Azure's blobs are an error if none is there. A bucket may forbid to delete, for good.
+            # Other uploads wait behind this, so a place that answers keeps its files.
+            self._repository.list_artifacts()
 
     def _confirm(self, written: Iterable[str]) -> None:
         """Return once this machine's disk has the files. Raises OSError if it fails or is full."""
