@@ -6,6 +6,8 @@ import contextlib
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from mlflow.store.entities import PagedList
@@ -15,7 +17,6 @@ from rankzero.mlflow_store.client.connection import (
     MAX_FILE_SECONDS,
     MIN_FILE_SECONDS,
     STORED_BYTES_PER_SECOND,
-    AdaptiveTimeout,
     patience,
 )
 from support.runs import make_folder
@@ -75,24 +76,51 @@ def test_a_server_that_is_slow_gets_more_time_and_then_less_again(
 ) -> None:
     """A batch that timed out is stored all the same. Sent again at once, it is stored twice."""
     monkeypatch.setenv(TIMEOUT, "1")
-    timeout, limits = AdaptiveTimeout(), list[str]()
+    limits = list[str]()
 
-    def ask(seconds: float, error: Exception | None = None) -> None:
-        with contextlib.suppress(OSError), timeout.request():
-            limits.append(os.environ[TIMEOUT])
-            assert os.environ[RETRIES] == ("1" if len(limits) < 3 else "0")
-            time.sleep(seconds)
-            if error is not None:
-                raise error
+    def answer(seconds: float, error: Exception | None = None) -> None:
+        limits.append(os.environ[TIMEOUT])
+        assert os.environ[RETRIES] == ("1" if len(limits) < 3 else "0")
+        time.sleep(seconds)
+        if error is not None:
+            raise error
+
+    server: Any = SimpleNamespace(get_run=answer, log_batch=answer)
+    client = connection._PatientClient(server)
+
+    def ask(*how: Any) -> None:
+        with contextlib.suppress(OSError):
+            client.get_run(*how)
 
     ask(0.0, ConnectionRefusedError())
     ask(1.0)  # MLflow's second try was answered.
     assert os.environ[RETRIES] == "1"
     ask(2.0, TimeoutError())
     ask(1.1)
+    client.log_batch(0.0)  # Another kind of request may be quicker.
     for _ in range(3):
         ask(0.0)
-    assert limits == ["1", "1", "2", "4", "4", "2", "1"] and os.environ[TIMEOUT] == "1"
+    assert limits == ["1", "1", "2", "4", "4", "4", "2", "1"] and os.environ[TIMEOUT] == "1"
+
+
+def test_every_request_has_the_time_that_a_slow_server_needs(
+    sqlite: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To ask for the run was given up each time, so nothing was sent any more."""
+    monkeypatch.setenv(TIMEOUT, "1")
+    tracker, limits = MlflowRuns(sqlite), list[str]()
+
+    def give_up(run_id: str) -> None:
+        limits.append(os.environ[TIMEOUT])
+        time.sleep(1.0 if len(limits) == 1 else 0.0)
+        raise TimeoutError
+
+    client: Any = tracker._client
+    monkeypatch.setattr(client._client, "get_run", give_up)
+    for ask in (tracker.require_run, tracker.description):
+        with pytest.raises(TimeoutError):
+            ask("0" * 32)
+    assert limits == ["1", "2"]
 
 
 def test_a_search_finds_what_is_on_all_pages() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric
@@ -39,33 +40,38 @@ def connect(tracking_uri: str) -> MlflowClient:
                 tracking_uri,
                 lambda uri: MlflowClient(tracking_uri=uri).search_experiments(max_results=1),
             )
-        return MlflowClient(tracking_uri=tracking_uri)
+        return cast("MlflowClient", _PatientClient(MlflowClient(tracking_uri=tracking_uri)))
 
 
-class AdaptiveTimeout:
-    """Waits longer for each next answer of a server that did not answer in time.
+class _PatientClient:
+    """MLflow's client, which waits longer for each next answer after one that came too late.
 
     A server still works on a request that timed out. With a fixed limit, many couriers would
     send a slow server the same batches again and again. So would MLflow's own second try, which
-    is for connections that break.
+    is for connections that break. Not for several threads at once.
     """
 
-    def __init__(self) -> None:
-        self._seconds = 0
+    def __init__(self, client: MlflowClient) -> None:
+        self._client, self._seconds, self._slow = client, 0, ""
 
-    @contextlib.contextmanager
-    def request(self) -> Iterator[None]:
-        """Make requests in the block. Not for several threads at once."""
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._client, name)
+        return functools.partial(self._request, name, found) if callable(found) else found
+
+    def _request(
+        self, name: str, send: Callable[..., Any], /, *arguments: Any, **options: Any
+    ) -> Any:
         began, is_slow = time.monotonic(), self._seconds > 0
         with mlflow_compat.request_timeout(self._seconds, once=is_slow) as limit:
             try:
-                yield
+                return send(*arguments, **options)
             finally:
                 took = time.monotonic() - began
                 # Also if MLflow's second try was answered.
                 if took >= limit:
-                    self._seconds = min(2 * limit, _MAX_SECONDS)
-                elif is_slow and took < limit / 4:
+                    self._seconds, self._slow = min(2 * limit, _MAX_SECONDS), name
+                # A server that answers reads at once may need long for a batch.
+                elif is_slow and name == self._slow and took < limit / 4:
                     self._seconds //= 2
 
 

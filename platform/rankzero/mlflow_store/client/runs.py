@@ -18,7 +18,6 @@ from rankzero.mlflow_store import limits, saved_view
 from rankzero.mlflow_store.client import experiments
 from rankzero.mlflow_store.client.artifact_locations import ArtifactLocations
 from rankzero.mlflow_store.client.connection import (
-    AdaptiveTimeout,
     all_found,
     chunks,
     connect,
@@ -49,7 +48,6 @@ class MlflowRuns:
     def __init__(self, tracking_uri: str) -> None:
         self._uri = tracking_uri
         self._client = connect(tracking_uri)
-        self._timeout = AdaptiveTimeout()
         self._locations = ArtifactLocations(self._client, tracking_uri)
         self.models = MlflowModels(self._client, tracking_uri, self._locations)
         self.deletion = MlflowDeletion(self._client, tracking_uri, self._locations, self.models)
@@ -72,14 +70,13 @@ class MlflowRuns:
             tags["mlflow.user"] = getpass.getuser()
         legal = {key: limits.head(one, limits.TAG_LENGTH) for key, one in tags.items() if one}
         began, name = int(start_seconds * 1000), identity.name
-        with self._timeout.request():
-            if (found := self.find_open_run(identity, experiment_id)) is not None:
-                return found
-            where = experiments.find_or_create(self._client, self._uri, identity, experiment_id)
-            # Sent again after a lost answer, it would make a second run. The next call looks first.
-            with request_timeout(0, once=True):
-                run = self._client.create_run(where, start_time=began, run_name=name, tags=legal)
-            return RunRecord.of(run)
+        if (found := self.find_open_run(identity, experiment_id)) is not None:
+            return found
+        where = experiments.find_or_create(self._client, self._uri, identity, experiment_id)
+        # Sent again after a lost answer, it would make a second run. The next call looks first.
+        with request_timeout(0, once=True):
+            run = self._client.create_run(where, start_time=began, run_name=name, tags=legal)
+        return RunRecord.of(run)
 
     def find_open_run(
         self, identity: Identity, experiment_id: str | None = None
@@ -110,52 +107,47 @@ class MlflowRuns:
         Keeps a note of the user that is there. Keeps all tags of the user that are there, unless a
         later attempt has others: the first one may be sent again, after somebody changed them.
         """
-        with self._timeout.request():
-            tags = {**tags_for_mlflow(event.environment), "rankzero.attempt": str(event.attempt)}
-            tags[CLAIM] = claim_of(event)
-            if event.attempt > 1:
-                tags.pop(DESCRIPTION, None)
-            else:
-                present = self._run(run_id).data.tags
-                for key in (DESCRIPTION, *tags_of_user(tags)):
-                    if limits.name(key) in present:
-                        tags.pop(key, None)
-            run = self.log_params(run_id, event.params, tags)
-            if run.info.status != "RUNNING":
-                self._client.update_run(run_id, status="RUNNING")
+        tags = {**tags_for_mlflow(event.environment), "rankzero.attempt": str(event.attempt)}
+        tags[CLAIM] = claim_of(event)
+        if event.attempt > 1:
+            tags.pop(DESCRIPTION, None)
+        else:
+            present = self._run(run_id).data.tags
+            for key in (DESCRIPTION, *tags_of_user(tags)):
+                if limits.name(key) in present:
+                    tags.pop(key, None)
+        run = self.log_params(run_id, event.params, tags)
+        if run.info.status != "RUNNING":
+            self._client.update_run(run_id, status="RUNNING")
 
     def log_params(
         self, run_id: str, params: Mapping[str, str], tags: Mapping[str, str] | None = None
     ) -> Run:
         """Log params, and with them tags. Return the run as it was."""
-        with self._timeout.request():
-            run = self._run(run_id)
-            # MLflow never changes a param. A later value becomes a tag.
-            new, changed = limits.new_and_changed(params, run.data.params, run.data.tags)
-            for chunk in chunks([Param(*pair) for pair in new.items()], limits.ITEMS_PER_BATCH):
-                self._client.log_batch(run_id, params=chunk, synchronous=True)
-            self.set_tags(run_id, {**(tags or {}), **changed})
-            return run
+        run = self._run(run_id)
+        # MLflow never changes a param. A later value becomes a tag.
+        new, changed = limits.new_and_changed(params, run.data.params, run.data.tags)
+        for chunk in chunks([Param(*pair) for pair in new.items()], limits.ITEMS_PER_BATCH):
+            self._client.log_batch(run_id, params=chunk, synchronous=True)
+        self.set_tags(run_id, {**(tags or {}), **changed})
+        return run
 
     def log_data(self, run_id: str, event: DataDescribed) -> None:
         """Log a data set as the run's input. A second call changes nothing."""
-        with self._timeout.request():
-            self._client.log_inputs(run_id, [_dataset_input(event)])
+        self._client.log_inputs(run_id, [_dataset_input(event)])
 
     def log_metrics(self, run_id: str, points: Sequence[MetricPoint]) -> None:
         """Send the points. Sending one again changes nothing."""
-        with self._timeout.request():
-            log_points(self._client, run_id, points)
+        log_points(self._client, run_id, points)
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
         """Set the tags, with names and values that MLflow accepts."""
-        with self._timeout.request():
-            legal_tags = [
-                RunTag(limits.name(key), limits.head(value, limits.TAG_LENGTH))
-                for key, value in tags.items()
-            ]
-            for chunk in chunks(legal_tags, limits.ITEMS_PER_BATCH):
-                self._client.log_batch(run_id, tags=chunk, synchronous=True)
+        legal_tags = [
+            RunTag(limits.name(key), limits.head(value, limits.TAG_LENGTH))
+            for key, value in tags.items()
+        ]
+        for chunk in chunks(legal_tags, limits.ITEMS_PER_BATCH):
+            self._client.log_batch(run_id, tags=chunk, synchronous=True)
 
     def description(self, run_id: str) -> str:
         """Return the run's description as it is in MLflow; users may edit it, too."""
@@ -163,14 +155,13 @@ class MlflowRuns:
 
     def close_run(self, run_id: str, event: RunEnded) -> None:
         """Set the run's status and end time. Raises TrackingError if it has another status then."""
-        with self._timeout.request():
-            ended = scalars.milliseconds(event.time)
-            self._client.set_terminated(run_id, event.status, end_time=ended)
-            status = self._run(run_id).info.status
-            if status != event.status:
-                raise TrackingError(
-                    f"the run's status in MLflow is {status} after it was set to {event.status}"
-                )
+        ended = scalars.milliseconds(event.time)
+        self._client.set_terminated(run_id, event.status, end_time=ended)
+        status = self._run(run_id).info.status
+        if status != event.status:
+            raise TrackingError(
+                f"the run's status in MLflow is {status} after it was set to {event.status}"
+            )
 
     def require_run(self, run_id: str) -> None:
         """Raise RunGone if the run was deleted, and whatever MLflow raises if it cannot answer."""
