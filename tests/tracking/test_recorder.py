@@ -385,3 +385,5 @@ def test_parent_delivers_a_child_only_while_it_lives(tmp_path: Path) -> None:
     assert not recorder._delivered_by_parent(child), "as when `rankzero resume` launches it"
     run_locks.claim(parent, 0)
     assert recorder._delivered_by_parent(child)
+    append(parent, started(), ended())
+    assert not recorder._delivered_by_parent(child), "as in a notebook, whose process lives on"

@@ -222,10 +222,13 @@ def _end_children(folder: RunFolder) -> None:
 def _delivered_by_parent(folder: RunFolder) -> bool:
     """Return whether the courier of the study or repeat that launched the run delivers it.
 
-    `rankzero resume` may launch the run by itself later. Then the run has a courier of its own.
+    The run may continue by itself later. Then it has a courier of its own. The parent's process may
+    still live, as a notebook's does.
     """
+    from rankzero.run_store.attempt import is_written
+
     parent = folder.identity.parent
-    return parent is not None and run_locks.writer_lives(RunFolder(folder.path.parent / parent))
+    return parent is not None and is_written(RunFolder(folder.path.parent / parent))
 
 
 def _reap() -> None:
