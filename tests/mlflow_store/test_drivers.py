@@ -43,6 +43,15 @@ def test_a_missing_driver_is_named(
     assert installs in str(raised.value) and "hunter2" not in str(raised.value)
 
 
+def test_a_database_that_is_lost_ends_a_request() -> None:
+    """The background processes of a run waited two hours for an answer."""
+    found = drivers.with_keepalives(f"{DATABASE}?keepalives_idle=3&sslmode=require")
+    assert found.startswith(f"{DATABASE}?") and "tcp_user_timeout=30000" in found
+    assert "keepalives_idle=3&" in found and "sslmode=require" in found
+    for other in ("http://server", "sqlite:///mlflow.db", "postgresql+pg8000://host/db"):
+        assert drivers.with_keepalives(other) == other
+
+
 @pytest.mark.parametrize(
     ("module", "location", "installs"),
     [

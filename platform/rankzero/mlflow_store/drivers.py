@@ -35,6 +35,14 @@ _DRIVERS = {
     "psycopg": "'psycopg[binary]'",
     "MySQLdb": "mysqlclient",
 }
+# The kernel alone notices the loss of a server after 15 minutes, or after two hours.
+_KEEPALIVES = {
+    "connect_timeout": "10",
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "4",
+    "tcp_user_timeout": "30000",
+}
 
 
 def is_database(uri: str) -> bool:
@@ -61,6 +69,18 @@ def require_driver(database: str) -> None:
         raise UserError(
             f"{shown} needs a driver that this machine lacks ({error}): pip install {package}"
         ) from error
+
+
+def with_keepalives(uri: str) -> str:
+    """Return the URI, with settings that end PostgreSQL's requests to a server that is lost."""
+    if not uri.startswith("postgresql"):
+        return uri
+    from sqlalchemy.engine import make_url
+
+    url = make_url(uri)
+    if url.get_driver_name() not in ("psycopg2", "psycopg"):
+        return uri
+    return url.set(query=_KEEPALIVES | url.query).render_as_string(hide_password=False)
 
 
 def connect(database: str, seconds: float) -> Connection:

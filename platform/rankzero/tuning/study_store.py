@@ -21,7 +21,6 @@ from typing import Any
 import optuna
 from optuna.storages.journal import JournalFileBackend
 from sqlalchemy import Dialect, event
-from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.orm import scoped_session, sessionmaker
 
@@ -34,8 +33,6 @@ _FIRST_OF_A_LINE = b'{"op_code":'
 _LENGTH = len(_FIRST_OF_A_LINE)
 _RESTART_SECONDS, _PAUSE_SECONDS = 60.0, 0.5  # for a server to restart; between two tries
 _MOST_TRIES = 5  # to open a database whose tables another process makes at this moment
-_OF_LIBPQ = ("psycopg2", "psycopg")
-_KEEPALIVES = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4}
 
 
 @contextlib.contextmanager
@@ -72,9 +69,8 @@ def _store(url: str) -> optuna.storages.BaseStorage:
     if url.startswith("sqlite"):
         # Seconds that a process waits for another one's write.
         return _database(url, {"connect_args": {"timeout": 30}})
-    settings = _KEEPALIVES if make_url(url).get_driver_name() in _OF_LIBPQ else {}
     # A long trial asks nothing, and a firewall or a restart of the server ends idle connections.
-    found = _database(url, {"pool_pre_ping": True, "connect_args": settings})
+    found = _database(drivers.with_keepalives(url), {"pool_pre_ping": True})
     # Only now: a server that was never reached is an error at once.
     event.listen(found.engine, "do_connect", connect_again)
     return found

@@ -411,6 +411,7 @@ def test_postgres_accepts_a_batch_again(postgres: str, tmp_path: Path) -> None:
         MlflowRuns(postgres),
         make_folder(tmp_path, postgres, artifact_root=str(tmp_path / "artifacts")),
     )
+    assert "tcp_user_timeout" in str(tracker._client.tracking_uri)
     run = tracker.open_run(folder.identity, T0)
     batch = [*points(1000), MetricPoint("train/nan", math.nan, int(T0) * 1000, 1)]
     for _ in range(3):

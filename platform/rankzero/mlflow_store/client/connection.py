@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 
-from rankzero.mlflow_store import limits, sqlite_metrics
+from rankzero.mlflow_store import drivers, limits, sqlite_metrics
 from rankzero.mlflow_store.client import mlflow_compat
 from rankzero.mlflow_store.items import MetricPoint
 from rankzero.mlflow_store.uris import artifact_root, make_tables, prepare_store, sqlite_path
@@ -32,6 +32,7 @@ def connect(tracking_uri: str) -> MlflowClient:
     """Return a client of the store. Creates a local database. Raises TrackingError."""
     mlflow_compat.prepare()
     prepare_store(tracking_uri)
+    tracking_uri = drivers.with_keepalives(tracking_uri)
     with warnings.catch_warnings():
         # Deprecations between MLflow and sqlalchemy.
         warnings.simplefilter("ignore")
