@@ -154,6 +154,26 @@ def test_accelerates_project_name_is_the_experiment() -> None:
     assert recorded.read(Path("mlruns/runs/r1")).params == config == {"lr": 0.1}
 
 
+def test_each_call_of_accelerates_init_trackers_begins_a_run_of_its_own() -> None:
+    needs("accelerate")
+    from accelerate import Accelerator
+
+    from rankzero.integrations.accelerate import RankZeroTracker
+
+    accelerator = Accelerator(log_with=RankZeroTracker("cv", name="r0"), cpu=True)
+    for fold in range(2):
+        # As `log_with="rankzero"` does in Accelerate 1.15, with a name for each fold.
+        accelerator.log_with = [RankZeroTracker("cv", name=f"r{fold}")]
+        accelerator.init_trackers("cv", {"fold": fold})
+        accelerator.log({"loss": float(fold)}, step=1)
+        assert accelerator.get_tracker("rankzero").tracker.name == f"r{fold}"
+    accelerator.end_training()
+    for fold in range(2):
+        run = Path("mlruns/runs", f"r{fold}")
+        assert recorded.read(run) == ({"fold": fold}, {1: {"loss": float(fold)}})
+        assert [status for status, _ in recorded.ends(run)] == ["FINISHED"]
+
+
 def test_accelerates_values_without_a_step_count_on_and_texts_are_artifacts() -> None:
     needs("accelerate")
     from accelerate import Accelerator

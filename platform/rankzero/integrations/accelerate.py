@@ -9,6 +9,7 @@ Or ``Accelerator(log_with=RankZeroTracker("my-experiment"))``. Accelerate gives 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from rankzero.integrations.deferred_run import DeferredRun
 from rankzero.integrations.own_loop.tracked_run import TrackedRun
 
 try:
-    from accelerate import tracking
+    from accelerate import Accelerator, tracking
     from accelerate.tracking import GeneralTracker
 except ImportError as error:
     raise ImportError("Accelerate is missing: pip install rankzero[accelerate]") from error
@@ -52,6 +53,15 @@ class RankZeroTracker(GeneralTracker):
     def start(self) -> None:
         """Note that a training begins. `init_trackers` calls it, also a second time."""
         self._is_new = True
+        # Accelerate keeps the trackers of earlier calls, which would log this training, too.
+        caller = sys._getframe(1).f_locals.get("self")
+        if isinstance(caller, Accelerator):
+            count = len(caller.log_with)
+            earlier, newest = caller.trackers[:-count], caller.trackers[-count:]
+            mine = [one for one in earlier if isinstance(one, RankZeroTracker)]
+            caller.trackers = [*(one for one in earlier if one not in mine), *newest]
+            for one in mine:
+                one._run.end()
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Start the run, with the config of `init_trackers` as params."""
