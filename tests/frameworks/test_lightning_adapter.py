@@ -295,3 +295,21 @@ def test_learning_rate_has_the_number_of_the_step_that_it_is_used_in(
     )
     rates = points(events)["lr-SGD"]
     assert rates == {step: 0.5 ** (step - 1) for step in range(1, 12 // accumulated + 1)}
+
+
+def test_nothing_of_an_epoch_counts_in_the_next_one(tmp_path: Path) -> None:
+    events = fitted(
+        tmp_path,
+        "class Valued(Model):",
+        # The first epoch ends without a validation, and with the loss of one batch, 5, left over.
+        "    def on_train_batch_start(self, batch, batch_idx):",
+        "        return -1 if (self.current_epoch, batch_idx) == (0, 5) else None",
+        "    def by_hand(self, loss):",
+        "        epoch = 1.0 + self.current_epoch",
+        "        self.log('value_loss', epoch, on_step=False, on_epoch=True)",
+        "        return loss",
+        "fit(Valued, accumulate_grad_batches=4)",
+    )
+    assert points(events)["value_loss"] == {1: 1.0, 3: 2.0}
+    assert points(events)["train/loss"] == {1: 2.5, 2: 7.5, 3: 10.5}
+    assert not [one.text for one in events if isinstance(one, Noticed)]

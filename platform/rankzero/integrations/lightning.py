@@ -225,6 +225,7 @@ class RankZeroCallback(Callback):
         self._checkpoints = checkpoints
         self._losses: list[Any] = []
         """The losses of the micro-batches of a step that is not finished."""
+        self._of_epoch_before: dict[str, Any] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the logger, if none was given. Raises UserError if the trainer has none."""
@@ -263,6 +264,12 @@ class RankZeroCallback(Callback):
             run.next_ahead = trainer.global_step - batches
         run.begin_training(trainer.global_step)
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the metrics of the epoch before, and drop losses that are left of it."""
+        # Those of a step that the module broke off.
+        self._losses.clear()
+        self._of_epoch_before = {**trainer.callback_metrics}
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -293,14 +300,7 @@ class RankZeroCallback(Callback):
         if is_trial or not trainer.is_global_zero:
             return
         self._note_metrics_of_one_rank(trainer)
-        metrics, goal = dict[str, Any](), self._run.goal.metric
-        for name, value in trainer.callback_metrics.items():
-            # "val_loss" is the usual name in Lightning. A run has groups: "val/loss".
-            grouped = name.replace("val_", "val/", 1) if name.startswith("val_") else name
-            if goal in (name, grouped):
-                metrics[goal] = value
-            elif name.startswith("val"):
-                metrics[grouped] = value
+        metrics = self._measured(trainer)
         # `validate` may have loaded other weights: they are not the training's newest.
         saves = self._checkpoints and trainer.state.fn == "fit"
         if saves and type(trainer.strategy).__name__ in _REPLICATED:
@@ -315,6 +315,19 @@ class RankZeroCallback(Callback):
         """End the run as FAILED, or KILLED by Ctrl-C or SIGTERM."""
         if not trainer.fast_dev_run:
             self._run.end(_with_signal(exception))
+
+    def _measured(self, trainer: Trainer) -> dict[str, Any]:
+        metrics, goal = dict[str, Any](), self._run.goal.metric
+        for name, value in trainer.callback_metrics.items():
+            # "val_loss" is the usual name in Lightning. A run has groups: "val/loss".
+            grouped = name.replace("val_", "val/", 1) if name.startswith("val_") else name
+            if value is self._of_epoch_before.get(name):
+                continue
+            if goal in (name, grouped):
+                metrics[goal] = value
+            elif name.startswith("val"):
+                metrics[grouped] = value
+        return metrics
 
     def _note_metrics_of_one_rank(self, trainer: Trainer) -> None:
         # An object of torchmetrics has the samples of all ranks.
