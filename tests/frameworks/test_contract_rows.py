@@ -120,6 +120,18 @@ def test_lightnings_checkpoints_lie_below_the_runs_name_and_a_validation_continu
     assert "val/loss" in recorded.read(only_run()).rows[2]
 
 
+def test_lightnings_training_forgets_the_checkpoint_that_a_validation_has_loaded() -> None:
+    needs("lightning")
+    from lightning.pytorch import LightningModule, Trainer
+
+    from rankzero.integrations.lightning import RankZeroCallback, RankZeroLogger
+
+    callback = RankZeroCallback(logger := RankZeroLogger())
+    callback.load_state_dict({"ahead": 12})
+    callback.setup(Trainer(logger=logger, accelerator="cpu"), LightningModule(), "fit")
+    assert logger.deferred_run.next_ahead is None
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_lightnings_logger_keeps_no_trainer_after_the_training(
     rank: int, monkeypatch: pytest.MonkeyPatch

@@ -230,14 +230,15 @@ class RankZeroCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the logger, if none was given. Raises UserError if the trainer has none."""
         # Lightning replaces all loggers in a trial.
-        if not self._finds_logger or trainer.fast_dev_run:
-            return
-        found = next((one for one in trainer.loggers if isinstance(one, RankZeroLogger)), None)
-        if found is None:
-            raise UserError(
-                "RankZeroCallback finds no logger: use Trainer(logger=RankZeroLogger(…))"
-            )
-        self._logger, self._run = found, found.deferred_run
+        if self._finds_logger and not trainer.fast_dev_run:
+            found = next((one for one in trainer.loggers if isinstance(one, RankZeroLogger)), None)
+            if found is None:
+                raise UserError(
+                    "RankZeroCallback finds no logger: use Trainer(logger=RankZeroLogger(…))"
+                )
+            self._logger, self._run = found, found.deferred_run
+        # A validation may have loaded a checkpoint of another training.
+        self._run.next_ahead = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return how the run of Lightning's checkpoint counts its steps."""
@@ -250,7 +251,6 @@ class RankZeroCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the run, or an attempt of it; none for a trial with `fast_dev_run`."""
         if trainer.fast_dev_run:
-            self._run.next_ahead = None
             return
         self._losses.clear()
         self._logger.newest_step, self._logger.trainer = 0, trainer
