@@ -237,6 +237,8 @@ class RankZeroCallback(Callback):
                     "RankZeroCallback finds no logger: use Trainer(logger=RankZeroLogger(…))"
                 )
             self._logger, self._run = found, found.deferred_run
+        # Lightning does not call it with `enable_autolog_hparams=False`.
+        self._logger.log_graph(pl_module)
         # A validation may have loaded a checkpoint of another training.
         self._run.next_ahead = None
 
