@@ -316,3 +316,15 @@ def test_nothing_of_an_epoch_counts_in_the_next_one(tmp_path: Path) -> None:
     assert points(events)["value_loss"] == {1: 1.0, 3: 2.0}
     assert points(events)["train/loss"] == {1: 2.5, 2: 7.5, 3: 10.5}
     assert not [one.text for one in events if isinstance(one, Noticed)]
+
+
+def test_checkpoint_has_the_averaged_weights_that_were_validated(tmp_path: Path) -> None:
+    fitted(
+        tmp_path,
+        "from lightning.pytorch.callbacks import EMAWeightAveraging",
+        "fit(Model, 1, others=[EMAWeightAveraging(decay=0.5)])",
+        "from rankzero import track",
+        "kept = track('steps', name='r1', offline=True).latest()['model']",
+        "averages = torch.load('saved/last.ckpt', weights_only=False)['state_dict']",
+        "assert all(torch.equal(kept[name], averages[name]) for name in averages)",
+    )

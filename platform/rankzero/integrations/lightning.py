@@ -24,7 +24,7 @@ from rankzero.integrations.own_loop.process_end import Stopped
 from rankzero.integrations.own_loop.tracked_run import TrackedRun
 
 try:
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
     from lightning.pytorch.loggers import Logger
     from lightning.pytorch.loggers.logger import rank_zero_experiment
     from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -36,6 +36,8 @@ except ImportError as error:
 # Rank 0 has the whole model only under these strategies. Elsewhere it could not write a checkpoint
 # alone.
 _REPLICATED = ("SingleDeviceStrategy", "DDPStrategy")
+# Lightning 2.6.
+_AVERAGING = getattr(callbacks, "WeightAveraging", ())
 _LOSS = "train/loss"
 
 
@@ -306,7 +308,12 @@ class RankZeroCallback(Callback):
         # `validate` may have loaded other weights: they are not the training's newest.
         saves = self._checkpoints and trainer.state.fn == "fit"
         if saves and type(trainer.strategy).__name__ in _REPLICATED:
-            state = {"model": pl_module.state_dict()}
+            saved = {"state_dict": pl_module.state_dict()}
+            for one in trainer.callbacks:
+                # The validation was of the averages, which it puts in the place of the weights.
+                if isinstance(one, _AVERAGING):
+                    one.on_save_checkpoint(trainer, pl_module, saved)
+            state = {"model": saved["state_dict"]}
             self._run.checkpoint(state, self._step(trainer), metrics)
         else:
             self._run.evaluated(metrics, self._step(trainer))
