@@ -136,7 +136,8 @@ trainer = Trainer(Model(2, 1), arguments, train_dataset=data, eval_dataset=data,
     callbacks=[tracker])
 for _ in range(2):
     trainer.train()
-    trainer.evaluate(metric_key_prefix="test")
+    # As in the examples of Transformers.
+    trainer.predict(data, metric_key_prefix="predict")
 """,
     "accelerate": """
 from accelerate import Accelerator

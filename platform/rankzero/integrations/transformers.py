@@ -136,7 +136,8 @@ def _params(args: TrainingArguments) -> dict[str, Any]:
 def _grouped(name: str) -> str:
     """Return a metric's name in its group."""
     # Transformers' totals of the whole training begin with train_.
-    for prefix, group in (("eval_", "val"), ("test_", "test"), ("train_", "summary")):
+    groups = {"eval_": "val", "test_": "test", "predict_": "test", "train_": "summary"}
+    for prefix, group in groups.items():
         if name.startswith(prefix):
             return f"{group}/{name.removeprefix(prefix)}"
     return f"train/{name}"
