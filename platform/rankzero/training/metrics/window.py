@@ -174,7 +174,10 @@ def check_names(found: Set[str], first: Set[str]) -> None:
     change = f"did not return {name!r}, which it returned before"
     if name in found:
         change = f"returned {name!r}, which it did not return before"
-    raise UserError(f"measure() {change}: return the same keys every time")
+    raise UserError(
+        f"measure() {change}: return the same keys every time. A LightningModule must log the same "
+        "names in each step"
+    )
 
 
 def metrics_checksum(shapes: Mapping[str, Sequence[int]]) -> int:
