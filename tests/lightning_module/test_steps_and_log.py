@@ -28,6 +28,12 @@ def test_training_step_gives_its_loss_and_logged_metrics() -> None:
     assert all(value.dim() == 0 for value in found.values())
 
 
+def test_logged_tensor_on_the_host_is_moved_to_the_loss() -> None:
+    loss = torch.tensor(2.0, device="meta")
+    found = metrics_of(loss, {"n": torch.tensor([3]), "f1": torch.tensor(0.5)}, training=True)
+    assert {one.device.type for one in found.values()} == {"meta"}
+
+
 def test_validation_step_may_log_or_return_its_loss() -> None:
     assert float(metrics_of(None, {"val_loss": LOSS, "val/f1": 0.5}, training=False)["loss"]) == 2.0
     assert metrics_of(LOSS, {"val_acc": 0.5}, training=False)["loss"] is LOSS

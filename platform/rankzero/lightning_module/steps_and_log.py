@@ -178,7 +178,10 @@ def _value(name: str, value: Any, device: torch.device | None) -> Tensor:
         )
     value = value if batch_value is None else batch_value
     if isinstance(value, Tensor):
-        return value.detach().reshape(()) if value.numel() == 1 else value.detach()
+        found: Tensor = value.detach().reshape(()) if value.numel() == 1 else value.detach()
+        if found.dim() or not found.is_cpu or device in (None, found.device):
+            return found
+        value = found
     # A copy from the host would wait for the device, `full` does not.
     return torch.full((), float(value), dtype=torch.float32, device=device)
 
