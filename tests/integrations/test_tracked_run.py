@@ -408,6 +408,28 @@ def test_unreadable_tensors_do_not_hide_the_users_error(
     assert "values logged on meta that cannot be read are NaN" in capsys.readouterr().out
 
 
+class StopsOnce:
+    """As a tensor on a GPU: the user presses Ctrl-C while its first read waits."""
+
+    __array__, stops = None, True
+
+    def __float__(self) -> float:
+        if self.stops:
+            self.stops = False
+            raise KeyboardInterrupt
+        return 2.0
+
+
+@pytest.mark.parametrize("flush_rows", [3, 500])
+def test_ctrl_c_while_values_are_read_loses_none(flush_rows: int) -> None:
+    value = StopsOnce()
+    with pytest.raises(KeyboardInterrupt), unrecorded(flush_rows=flush_rows) as run:
+        for _ in range(3):
+            run.log({"loss": value})
+    assert rows(journal(run)) == [(step, {"loss": 2.0}) for step in range(3)]
+    assert journal(run)[-1].status == "KILLED"
+
+
 class Meter:
     """As people write one: it goes on counting after it is logged."""
 

@@ -139,6 +139,7 @@ class Attempt:
             )
         except KeyboardInterrupt as stop:  # the user does not want to wait for a checkpoint
             error = error or stop
+            guarded("the values logged last are lost", self._flush, self.log.notice)
             raise
         finally:
             self._log_end(error)
@@ -167,7 +168,11 @@ class Attempt:
         if self.checkpoints is not None:
             self.log_all(self.checkpoints.poll())
         # All rows are read together: each read of a GPU waits until the GPU has caught up.
-        floats = self._floats([item for _, _, metrics in rows for item in metrics.items()])
+        try:
+            floats = self._floats([item for _, _, metrics in rows for item in metrics.items()])
+        except BaseException:  # While it waits for the GPU, the user may press Ctrl-C.
+            self._rows[:0] = rows
+            raise
         self.log_all(self.history.columns(rows, floats))
         self.log.flush()
 
