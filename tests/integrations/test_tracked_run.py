@@ -705,6 +705,37 @@ def test_evaluation_of_an_earlier_step_counts_once(capsys: pytest.CaptureFixture
     assert saved.best and saved.metrics == {"val/loss": 0.25, "val/acc": 0.75}
 
 
+@pytest.mark.parametrize("first", [0, 3])
+def test_evaluations_count_steps_by_themselves(first: int) -> None:
+    if first:
+        with unrecorded() as run:
+            run.evaluated({"val/loss": 4.0}, first - 1)
+    with unrecorded(keep=2) as run:
+        run.log({"val/acc": 0.5})
+        run.evaluated({"val/acc": 0.5})
+        losses = (2.0, 3.0, 1.0, 1.0)
+        answers = [run.evaluated({"val/loss": loss}) for loss in losses]
+    assert answers == [True, False, True, False]
+    evaluations = of_kind(run.folder, Evaluated)[first > 0 :]
+    found = [(one.step, *one.metrics.items()) for one in evaluations]
+    expected = [(step, ("val/loss", loss)) for step, loss in enumerate(losses, first)]
+    assert found == [(max(first - 1, 0), ("val/acc", 0.5)), *expected]
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_checkpoints_count_steps_by_themselves(evaluates: bool) -> None:
+    for _ in range(2):
+        with unrecorded() as run:
+            for loss in (2.0, 1.0, 3.0):
+                if evaluates:
+                    run.evaluated({"val/loss": loss})
+                run.checkpoint({"x": 1}, metrics={"val/loss": loss})
+            run.checkpoint({"x": 1})
+    assert [one.step for one in of_kind(run.folder, Evaluated)] == [*range(6)]
+    kept = checkpoint_files.by_step((run.folder or Path()) / "checkpoints")
+    assert [path.name[-1] for path in kept] == ["1", "5"]
+
+
 def test_logged_values_of_the_goal_are_judged_if_an_adapter_asks_for_it() -> None:
     with unrecorded(Goal("val/score", "max")) as run:
         run.log({"val/score": 9.0}, 0)

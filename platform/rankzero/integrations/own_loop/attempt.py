@@ -98,11 +98,11 @@ class Attempt:
         self._flush()
 
     def evaluated(
-        self, metrics: Mapping[str, Any], step: Any
+        self, metrics: Mapping[str, Any], step: Any, *, saves: bool = False
     ) -> tuple[int, dict[str, float], bool]:
         """Log validation metrics. Return their step, the metrics as logged, and if it is best."""
         self.flush()
-        at = self.history.step_of(step)
+        at = self.history.step_of(step, self.history.judged(metrics, saves=saves))
         numbers = dict(zip(metrics, self._floats(metrics.items()), strict=True))
         event, measured, better = self.history.evaluation(numbers, at)
         if event is not None:

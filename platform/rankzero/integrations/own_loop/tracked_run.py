@@ -245,7 +245,8 @@ class TrackedRun:
     def evaluated(self, metrics: Mapping[str, Any], step: int | None = None) -> bool:
         """Log validation metrics. Return whether the goal's is the best so far.
 
-        `step`: by default the newest one. Always False on other ranks than 0.
+        `step`: by default the newest one, or the next if that has such an evaluation. Always False
+        on other ranks than 0.
         """
         with self._lock:
             if not self.reopen():
@@ -278,7 +279,7 @@ class TrackedRun:
                 return
             attempt = self._attempt
             values = self._read({} if metrics is None else metrics, snapshot, "metric")
-            at, measured, better = attempt.evaluated(values, step)
+            at, measured, better = attempt.evaluated(values, step, saves=True)
             self._guarded(
                 f"the checkpoint of step {at} is not kept",
                 lambda: attempt.save(state_dict, at, measured, better),
