@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -187,7 +188,9 @@ def test_configs_become_params() -> None:
     empty = {"aug": {}, "sched": [], "opt": {"groups": Namespace(), "lr": 1}}
     assert params_of(empty) == {"aug": "{}", "sched": "[]", "opt.groups": "{}", "opt.lr": "1"}
     assert params_of({}) == params_of(Namespace()) == {}
-    assert params_of(ClassOfSettings) == params_of(ClassOfSettings()) | {"lr": "0.1"}
+    for config in (More, More(), Fields(0.1, 1), Pair(0.1, 1), Converted()):
+        assert params_of(config) == {"lr": "0.1", "epochs": "1"}
+    assert params_of({"net": Fields(0.1, 1)}) == {"net.lr": "0.1", "net.epochs": "1"}
     with pytest.raises(rankzero.ConfigError, match="a dataclass or an object with attributes"):
         params_of(3)
     with pytest.raises(rankzero.ConfigError, match="cannot be read: KeyError"):
@@ -199,6 +202,41 @@ class ClassOfSettings:
 
     def method(self) -> None:
         """A method is no setting."""
+
+    @property
+    def computed(self) -> float:
+        raise AssertionError("a property may cost much")
+
+
+class More(ClassOfSettings):
+    epochs = 1
+
+
+@attrs.define
+class Fields:
+    lr: float
+    epochs: int
+
+
+class Pair(NamedTuple):
+    lr: float
+    epochs: int
+
+
+class Converted:
+    """As ml_collections.ConfigDict."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._fields = settings or {"lr": 0.1, "epochs": 1}
+
+    def to_dict(self) -> dict[str, Any]:
+        return self._fields
+
+
+def test_config_without_a_readable_attribute_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    with rankzero.track("mine", Nameless(), name="r1", offline=True):
+        pass
+    assert "the config Nameless has no attributes to log" in capsys.readouterr().out
 
 
 class Missing(dict[str, Any]):

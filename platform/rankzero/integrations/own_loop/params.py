@@ -18,16 +18,13 @@ def params_of(config: object, tell: Tell = lambda *_: None) -> dict[str, str]:
 
     `config`: a mapping (also OmegaConf's), a dataclass, an `argparse.Namespace`, or any object or
     class with attributes. Raises ConfigError for anything else. `tell`: gets each setting that is
-    lost.
+    lost, or that there is none.
     """
     try:
         found = {} if config is None else _mapping(config)
-        if found is None and hasattr(config, "__dict__"):
-            found = {
-                key: value
-                for key, value in vars(config).items()
-                if not key.startswith("_") and not callable(value)
-            }
+        if found is None and (found := _attributes(config)) == {}:
+            kind = type(config).__name__
+            tell("config", f"the config {kind} has no attributes to log: pass its settings as dict")
         if found is not None:
             return read_pairs(dotted(_nested(found)), render, "param", tell)
     except Exception as error:  # such as OmegaConf's, for a setting without a value
@@ -51,6 +48,28 @@ def _nested(settings: Mapping[Any, Any]) -> dict[Any, Any]:
 def _mapping(config: object) -> Mapping[Any, Any] | None:
     if isinstance(config, Mapping):
         return config
+    fields = getattr(type(config), "__attrs_attrs__", None)
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        fields = dataclasses.fields(config)
+    if fields is not None:
+        return {field.name: getattr(config, field.name) for field in fields}
     return vars(config) if isinstance(config, (Namespace, SimpleNamespace)) else None
+
+
+def _attributes(config: Any) -> Mapping[Any, Any] | None:
+    """Return an object's or a class's attributes, those of its classes included."""
+    is_class = isinstance(config, type)
+    for name in ("to_dict", "_asdict"):  # as of ml_collections, and of named tuples
+        if hasattr(config, name) and not is_class:
+            return dict(getattr(config, name)())
+    if not hasattr(config, "__dict__"):
+        return None
+    found = dict[str, Any]()
+    for kind in reversed((config if is_class else type(config)).__mro__):
+        found |= vars(kind)
+    return {
+        key: value
+        for key, value in {**found, **vars(config)}.items()
+        # Methods and properties are no settings.
+        if not (key.startswith("_") or callable(value) or hasattr(value, "__get__"))
+    }
