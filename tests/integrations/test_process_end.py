@@ -71,6 +71,13 @@ if os.fork() == 0:
 os.wait()
 """
 
+IMPORTED_AGAIN = """
+if __name__ == "__main__":
+    child = multiprocessing.get_context("{method}").Process(target=print)
+    child.start()
+    child.join()
+    run.log({{"code": child.exitcode}})
+"""
 IN_BLOCK = """
 with run:
     if os.fork() == 0:
@@ -283,6 +290,14 @@ def test_second_run_notes_once_that_the_first_is_open(tmp_path: Path) -> None:
     folders = (tmp_path / "mlruns/runs").iterdir()
     notes = [one.text for folder in folders for one in of_kind(folder, Noticed)]
     assert [note.partition(",")[0] for note in notes] == ["r0 is still open"]
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_process_that_only_imports_the_script_has_no_run(tmp_path: Path, method: str) -> None:
+    """As the workers of a DataLoader do. With the same name, they would be refused."""
+    ended(tmp_path, BEGIN + IMPORTED_AGAIN.format(method=method))
+    *_, logged = of_kind(tmp_path / "mlruns/runs/r1", StepsLogged)
+    assert logged.metrics == {"code": [0.0]}
 
 
 def test_second_track_of_a_run_ends_the_first(tmp_path: Path) -> None:

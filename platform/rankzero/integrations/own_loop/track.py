@@ -18,6 +18,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator
+from multiprocessing.process import current_process
 from pathlib import Path
 
 from rankzero import ranks
@@ -70,7 +71,11 @@ def track(
     writes that run. The methods of the run never raise, except `TrackedRun.latest`.
     """
     mine = _detected_ranks()
-    if not mine.first:
+    # True only while a process that multiprocessing spawns imports the script: Python's own guard.
+    if is_import := getattr(current_process(), "_inheriting", False):
+        text = "a process of multiprocessing imports this script, and track() does nothing in it"
+        print(f"note: {text}; put it below `if __name__ == '__main__':`")
+    if is_import or not mine.first:
         return NullTrackedRun()
     # A wrong config must fail before anything is on the disk.
     _require_texts(experiment=experiment, name="" if name is None else name)
