@@ -166,6 +166,8 @@ def test_fit_within_another_and_a_second_callback_end_no_run(tmp_path: Path) -> 
     ran(
         tmp_path,
         """
+import copy
+
 model = example.convnet(4)
 train, val = example.digits(64)
 
@@ -174,6 +176,7 @@ def probe(*_):
     example.convnet(4).fit(train, epochs=1, callbacks=[tracker], verbose=0)
 
 callbacks = [example.RankZeroCallback(name, checkpoints=False) for name in ("one", "two")]
+callbacks = copy.deepcopy(callbacks)  # as KerasTuner does
 callbacks.append(keras.callbacks.LambdaCallback(on_epoch_end=probe))
 model.fit(train, epochs=2, callbacks=callbacks, verbose=0)
 """,

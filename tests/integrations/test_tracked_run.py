@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import random
@@ -637,6 +638,11 @@ def test_checkpoint_that_could_not_be_loaded_again_is_refused_with_its_key(
     )
     for key in kinds:
         assert f"optimizer.{key}" in printed, printed
+
+
+def test_copy_of_what_holds_a_run_has_the_same_run() -> None:
+    with unrecorded() as run:
+        assert copy.deepcopy({"run": run})["run"] is run
 
 
 def test_run_goes_on_after_its_end_as_a_new_attempt(capsys: pytest.CaptureFixture[str]) -> None:

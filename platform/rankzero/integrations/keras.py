@@ -34,6 +34,9 @@ class RankZeroCallback(keras.callbacks.Callback):
 
     # Otherwise Keras would wait for every batch's loss, even if its backend does not need that.
     async_safe = True
+    # Keras may report batches from several threads of its own. A callback with a lock of its own
+    # could not be copied, as KerasTuner does for each trial.
+    _lock = threading.Lock()
 
     def __init__(
         self,
@@ -47,8 +50,6 @@ class RankZeroCallback(keras.callbacks.Callback):
         self._experiment, self._given, self._options = experiment, dict(params or {}), options
         self._checkpoints = checkpoints
         self._run = DeferredRun(experiment, **options)
-        # Keras may report batches from several threads of its own.
-        self._lock = threading.Lock()
         self._first = self._before = self._seen = 0
         self._fits = self._begins = self._counts_on = False
 

@@ -84,6 +84,9 @@ class TrackedRun:
         self._own_images = OwnNames("image", dict, self.tell)
         self._own_tags = OwnNames("tag", lambda: tables.tags_by_name(folder), self.tell)
 
+    def __deepcopy__(self, memo: object) -> TrackedRun:
+        return self  # One object writes a run, also for the copy of a model that holds it.
+
     def _begin(self) -> None:
         """Begin an attempt. Raises UserError if another process writes the run."""
         self._log = self._open_log(self._identity)
