@@ -87,6 +87,15 @@ def test_everything_is_delivered_as_it_was_before_the_run_ends(run: TrackedRun) 
     assert [(key, step) for key, step, _ in store.pictures] == [("val/sample", 5)]
 
 
+def test_numbers_in_a_dict_stay_numbers(run: TrackedRun) -> None:
+    many, half = np.arange(2000), torch.full((2,), 0.5, dtype=torch.bfloat16)
+    odd = {"many": many, "acc": np.float32(0.5), "half": half, "type": np.float32, "path": Path()}
+    run.log_dict(odd, "result.json")
+    found = json.loads((folder_of(run).artifacts / "result.json").read_text())
+    assert (found["many"], found["acc"], found["half"]) == ([*range(2000)], 0.5, [0.5, 0.5])
+    assert (found["type"], found["path"]) == ("<class 'numpy.float32'>", ".")
+
+
 class Textless:
     def __str__(self) -> str:
         raise RuntimeError("gone")

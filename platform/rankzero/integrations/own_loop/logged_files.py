@@ -16,7 +16,7 @@ from typing import Any
 
 from rankzero.config import yaml_text
 from rankzero.events import ArtifactLogged, PicturesTaken
-from rankzero.integrations.own_loop.values import Tell
+from rankzero.integrations.own_loop.values import Tell, plain_value
 from rankzero.run_store import picture_files
 from rankzero.run_store.folder import RunFolder, is_hidden_artifact
 
@@ -131,7 +131,7 @@ def text_name(tag: str, step: int | None) -> str:
 def save_dict(values: Mapping[str, Any], path: Path) -> None:
     """Write the values as YAML if the file is called so, else as JSON."""
     # Twice through JSON: YAML gets plain values only.
-    text = json.dumps(values, indent=2, default=str)
+    text = json.dumps(values, indent=2, default=plain_value)
     if path.suffix in (".yaml", ".yml"):
         text = yaml_text.dump(json.loads(text))
     path.write_text(text, encoding="utf-8")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rankzero.events import TagsSet
-from rankzero.integrations.own_loop.values import Tell, read_pairs
+from rankzero.integrations.own_loop.values import Tell, plain_value, read_pairs
 from rankzero.mlflow_store import limits
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
@@ -53,7 +53,7 @@ def save(data: Any, columns: Sequence[str] | None, tell: Tell, path: Path, befor
         orient="split",
         index=False,
         date_format="iso",
-        default_handler=lambda cell: cell.tolist() if hasattr(cell, "tolist") else str(cell),
+        default_handler=plain_value,
         double_precision=15,  # MLflow's call keeps ten digits.
     )
 

@@ -109,6 +109,12 @@ def _read(value: Any) -> float | None:
         return None
 
 
+def plain_value(value: Any) -> Any:
+    """Return the numbers of an array or a tensor, and a text for anything else."""
+    is_read = hasattr(value, "tolist") and not hasattr(value, "full_tensor")
+    return value.tolist() if is_read and not isinstance(value, type) else str(value)
+
+
 def pairs_of(entries: Any, kind: str, tell: Tell) -> list[tuple[Any, Any]]:
     """Return what a mapping has, and nothing for anything else, with a note. Raises nothing."""
     try:
