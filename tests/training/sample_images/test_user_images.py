@@ -71,6 +71,8 @@ def images() -> dict[str, tuple[Any, tuple[int, ...]]]:
         "array": (np.random.default_rng(0).normal(size=(5, 7, 3)), (5, 7, 3)),
         "mask": (np.ones((5, 7), bool), (5, 7, 1)),
         "pil": (Image.new("L", (7, 5)), (5, 7, 3)),
+        "alpha": (Image.new("LA", (7, 5)), (5, 7, 4)),
+        "lab": (Image.new("LAB", (7, 5)), (5, 7, 3)),
         "figure": (figure, (120, 240, 3)),
         "huge": (torch.zeros(5000, 10), (1667, 4, 1)),
     }
@@ -81,6 +83,15 @@ def test_every_kind_of_image_becomes_bytes(name: str) -> None:
     image, shape = images()[name]
     found = images_of({"it": image})["it"]
     assert found.shape == shape and found.dtype == np.uint8
+
+
+@pytest.mark.parametrize("kind", ["float32", "uint16", "int32"])
+def test_numbers_of_a_pil_image_are_scaled_as_those_of_an_array(kind: str) -> None:
+    from PIL import Image
+
+    array = (np.linspace(0, 1, 64) * (1 if kind == "float32" else 60000)).reshape(8, 8).astype(kind)
+    expected = images_of({"it": array})["it"]
+    assert (images_of({"it": Image.fromarray(array)})["it"] == expected).all()
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,9 @@ def _as_array(image: Any) -> Any:
         image.savefig(content, format="png", dpi=120)
         return np.asarray(Image.open(content).convert("RGB"))
     if hasattr(image, "convert"):  # PIL's
-        return np.asarray(image.convert("RGBA" if "A" in image.getbands() else "RGB"))
+        # Its modes F, I and I;16 have numbers that RGB would clip. LAB has an "A" that is a colour.
+        is_numeric, has_alpha = image.mode[0] in "FI", image.getbands()[-1] == "A"
+        return np.asarray(image if is_numeric else image.convert("RGBA" if has_alpha else "RGB"))
     if not isinstance(image, np.ndarray):
         raise ValueError(
             f"{type(image).__name__} is no tensor, array, PIL image or matplotlib figure"
