@@ -26,6 +26,13 @@ try:
 except SystemExit:
     run.log({"loss": 2.0})
 """
+# RankZero cannot see how this differs from `CAUGHT`.
+FINALLY = """
+try:
+    sys.exit(7)
+finally:
+    run.log_text("done", "train.log")
+"""
 HANDLED = """
 try:
     raise ValueError("boom")
@@ -166,6 +173,7 @@ def ended(folder: Path, script: str) -> list[RunEnded]:
         (BEGIN + "os.kill(os.getpid(), signal.SIGINT)", "KILLED", "stopped by Ctrl-C", None),
         (BEGIN + CAUGHT, "FINISHED", "finished", None),
         (BEGIN + CAUGHT.replace("log(", "set_tags("), "FINISHED", "finished", None),
+        (BEGIN + FINALLY, "FINISHED", "finished", None),
         (BEGIN + FORKED, "FINISHED", "finished", None),
         (BEGIN + "run.finish()", "FINISHED", "finished", None),
         (CHILD, "FAILED", "ValueError: boom", "script.py"),
