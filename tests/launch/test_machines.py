@@ -119,7 +119,9 @@ def test_who_serves_the_rendezvous() -> None:
         (Machines(2, 2, "nobody.invalid:7"), "no machine is called nobody.invalid"),
         (Machines(2, 2, "127.0.0.1:port"), "write HOST:PORT"),
         (Machines(2, 2, "127.0.0.1:7", settings={"timeout": "1"}), "--rdzv-conf has no timeout"),
-        (Machines(2, 2, "127.0.0.1:7", settings={"join_timeout": "x"}), "'x': give seconds"),
+        (Machines(2, 2, "127.0.0.1:7", settings={"join_timeout": "x"}), "=x: give a number"),
+        (Machines(2, 2, "127.0.0.1:7", settings={"read_timeout": "0.5"}), "give a number"),
+        (Machines(2, 2, "127.0.0.1:7", settings={"is_host": "maybe"}), "give true or false"),
     ],
 )
 def test_machines_that_cannot_meet(asked: Machines, says: str) -> None:
@@ -130,7 +132,7 @@ def test_machines_that_cannot_meet(asked: Machines, says: str) -> None:
 def test_a_machine_waits_for_a_name_as_long_as_for_the_others() -> None:
     begun = time.monotonic()
     with pytest.raises(UserError, match="no machine is called"):
-        meet(Machines(2, 2, "nobody.invalid:7", settings={"join_timeout": "0.1"}))
+        meet(Machines(2, 2, "nobody.invalid:7", settings={"join_timeout": "1"}))
     assert time.monotonic() - begun < 30  # without the setting, it waits for a minute
 
 

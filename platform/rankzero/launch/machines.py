@@ -32,16 +32,17 @@ _OUTSIDE = ("192.0.2.1", "2001:db8::1")
 _NODE_LIST = re.compile(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?")
 
 
+# torchrun's settings of the rendezvous, and the values that it can read.
 _SETTINGS = {
-    "cas_backoff_max_seconds",
-    "close_timeout",
-    "heartbeat",
-    "is_host",
-    "join_timeout",
-    "keep_alive_interval",
-    "keep_alive_max_attempt",
-    "last_call_timeout",
-    "read_timeout",
+    "cas_backoff_max_seconds": r"\d+(\.\d+)?",
+    "close_timeout": r"\d+",
+    "heartbeat": r"\d+",
+    "is_host": "(?i)true|false|yes|no|[tfyn01]",
+    "join_timeout": r"\d+",
+    "keep_alive_interval": r"\d+",
+    "keep_alive_max_attempt": r"\d+",
+    "last_call_timeout": r"\d+",
+    "read_timeout": r"\d+",
 }
 
 
@@ -109,18 +110,13 @@ def meet(machines: Machines, name_seconds: float = _NAME_SECONDS) -> Machines:
     """
     if machines.alone:
         return machines
-    number, (host, port) = machines.number, _divided(machines.endpoint)
+    settings, number = _checked(machines.settings), machines.number
+    host, port = _divided(machines.endpoint)
     # Kubernetes gives the first pod a name as it starts: another may have waited for long by then.
-    try:
-        patience = float(machines.settings.get("join_timeout", name_seconds))
-    except ValueError as error:
-        raise UserError(f"--rdzv-conf join_timeout: {error}: give seconds") from error
+    patience = float(settings.get("join_timeout", name_seconds))
     source, target = _route(host, port, 0.0 if number == 0 else patience)
     serves = source == target or _is_loopback(target) if number is None else number == 0
-    settings, endpoint = dict(machines.settings), machines.endpoint
-    if unknown := settings.keys() - _SETTINGS:
-        known = ", ".join(sorted(_SETTINGS))
-        raise UserError(f"--rdzv-conf has no {', '.join(sorted(unknown))}; it has {known}")
+    endpoint = machines.endpoint
     if "is_host" not in settings:
         # torchrun compares host names and the addresses that they have in /etc/hosts. Debian writes
         # 127.0.1.1 there. With "localhost", a second process of this machine joins the first.
@@ -136,6 +132,16 @@ def meet(machines: Machines, name_seconds: float = _NAME_SECONDS) -> Machines:
     return dataclasses.replace(
         machines, endpoint=endpoint, address=address, settings=settings, number=number
     )
+
+
+def _checked(settings: Mapping[str, str]) -> dict[str, str]:
+    for name, value in settings.items():
+        if name not in _SETTINGS:
+            raise UserError(f"--rdzv-conf has no {name}; it has {', '.join(_SETTINGS)}")
+        if not re.fullmatch(_SETTINGS[name], value.strip()):
+            form = "true or false" if name == "is_host" else "a number"
+            raise UserError(f"--rdzv-conf {name}={value}: give {form}")
+    return dict(settings)
 
 
 ALONE = Machines()
