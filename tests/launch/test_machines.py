@@ -109,7 +109,7 @@ def test_who_serves_the_rendezvous() -> None:
     assert (second.endpoint, second.settings) == ("127.0.0.1:7", {"is_host": "false"})
     assert (here.number, second.number) == (0, 1)
     chosen = meet(Machines(2, 2, "[::1]", address="10.1.2.3", settings={"is_host": "true"}))
-    assert (chosen.endpoint, chosen.address) == ("[::1]", "10.1.2.3")
+    assert (chosen.endpoint, chosen.address) == ("[::1]:29400", "10.1.2.3")
     assert meet(Machines()) == Machines()
 
 

@@ -72,8 +72,7 @@ class Machines:
         """Return the same machines for one of several trainings, which meet at its own port."""
         job = f"{self.job}.{number}"
         host, _ = _divided(self.endpoint)
-        host = f"[{host}]" if ":" in host else host
-        return dataclasses.replace(self, job=job, endpoint=f"{host}:{_port_of(job)}")
+        return dataclasses.replace(self, job=job, endpoint=_joined(host, _port_of(job)))
 
     def is_served(self) -> bool:
         """Return whether something answers at the rendezvous now."""
@@ -116,7 +115,7 @@ def meet(machines: Machines, name_seconds: float = _NAME_SECONDS) -> Machines:
     patience = float(settings.get("join_timeout", name_seconds))
     source, target = _route(host, port, 0.0 if number == 0 else patience)
     serves = source == target or _is_loopback(target) if number is None else number == 0
-    endpoint = machines.endpoint
+    endpoint = _joined(host, port)
     if "is_host" not in settings:
         # torchrun compares host names and the addresses that they have in /etc/hosts. Debian writes
         # 127.0.1.1 there. With "localhost", a second process of this machine joins the first.
@@ -225,6 +224,10 @@ def _divided(endpoint: str) -> tuple[str, int]:
     if not port.isdecimal():
         raise UserError(f"--rdzv-endpoint {endpoint}: write HOST:PORT")
     return host.strip("[]"), int(port)
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _route(host: str, port: int, seconds: float) -> tuple[str | None, str]:
