@@ -106,7 +106,8 @@ def test_who_serves_the_rendezvous() -> None:
     asked = Machines(2, 2, "127.0.0.1:7", address=None)
     here, second = meet(asked), meet(dataclasses.replace(asked, number=1))
     assert (here.endpoint, here.address, here.settings) == ("localhost:7", "127.0.0.1", {})
-    assert (second.endpoint, second.settings) == ("127.0.0.1:7", {"is_host": "false"})
+    assert second.endpoint == "127.0.0.1:7"
+    assert second.settings == {"is_host": "false", "read_timeout": "600"}
     assert (here.number, second.number) == (0, 1)
     chosen = meet(Machines(2, 2, "[::1]", address="10.1.2.3", settings={"is_host": "true"}))
     assert (chosen.endpoint, chosen.address) == ("[::1]:29400", "10.1.2.3")

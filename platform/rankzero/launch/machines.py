@@ -123,6 +123,9 @@ def meet(machines: Machines, name_seconds: float = _NAME_SECONDS) -> Machines:
             endpoint = f"localhost:{port}"
         else:
             settings["is_host"] = "false"
+    if not serves:
+        # torchrun's default is a minute. The first machine may read a large checkpoint before.
+        settings.setdefault("read_timeout", settings.get("join_timeout", "600"))
     address = machines.address or source
     if not address or (_is_loopback(address) and not (_is_loopback(host) or machines.address)):
         address = _address_outwards(host)
