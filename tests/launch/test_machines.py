@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import pty
+import socket
 import sys
 import time
 from pathlib import Path
@@ -145,3 +146,21 @@ def test_fewer_machines_than_the_most_begin(tmp_path: Path) -> None:
         topology = agent.Topology(2, machines=alone)
         result = agent.run(topology, add_up, "few", tmp_path / "logs", signals, numbers.append)
     assert (result.status, numbers) == ("few 3 127.0.0.1", [0])
+
+
+def test_a_launch_that_finds_no_other_machine_names_the_place_and_the_command(
+    tmp_path: Path,
+) -> None:
+    with socket.socket() as other, SignalForwarder() as signals:
+        other.bind(("", 0))
+        for port, says in (
+            (other.getsockname()[1], "no rendezvous answers at localhost:{port} (The client"),
+            (free_port(), "fewer than 2 came to localhost:{port} in 2 s: start the same command"),
+        ):
+            patience = {"join_timeout": "2", "read_timeout": "1"}
+            place = meet(Machines(2, 2, f"127.0.0.1:{port}", "none", None, patience))
+            topology = agent.Topology(1, machines=place)
+            result = agent.run(topology, add_up, "none", tmp_path / "logs", signals)
+            assert result.reason.startswith(
+                f"the machines did not find each other: {says.format(port=port)}"
+            )

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from rankzero import ranks
 from rankzero.launch import fork_server, output, rendezvous, signals
-from rankzero.launch.machines import ALONE, Machines
+from rankzero.launch.machines import ALONE, DEFAULT_JOIN_SECONDS, Machines
 from rankzero.launch.parent_death import end_with_parent
 from rankzero.launch.process_name import set_process_name
 from rankzero.launch.signals import SignalForwarder
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     from rankzero.run_store.folder import RunFolder
 
@@ -117,12 +118,27 @@ def run(
     except signals.LaunchStopped as stopped:
         return LaunchResult("FAILED", str(stopped))
     except RendezvousError as error:
-        why = str(error) or type(error).__name__
         what = "lost" if agent and agent.have_met else "did not find"
+        why = _why(error, topology.machines)
         return LaunchResult("FAILED", f"the machines {what} each other: {why}")
     except json.JSONDecodeError:
         return LaunchResult("FAILED", "a rank failed, and the disk was too full to write why")
     return _result_of(result, topology.machines)
+
+
+def _why(error: RendezvousError, machines: Machines) -> str:
+    """Return what torchrun's errors mean. Some have no text, or name another error."""
+    from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+
+    place, mend = machines.endpoint, "start the same command on each machine"
+    if isinstance(error, RendezvousTimeoutError):
+        limit = machines.settings.get("join_timeout", DEFAULT_JOIN_SECONDS)
+        few = f"fewer than {machines.least} came to {place} in {limit} s"
+        return f"{few}: {mend}, or give them longer by --rdzv-conf join_timeout=SECONDS"
+    if "inner exception" not in str(error):
+        return str(error) or type(error).__name__
+    none = f"no rendezvous answers at {place} ({str(error.__cause__).splitlines()[0]})"
+    return f"{none}: {mend}. The port must be open to all, and used by no other program"
 
 
 def _result_of(result: RunResult | None, machines: Machines) -> LaunchResult:

@@ -22,6 +22,8 @@ import psutil
 from rankzero.errors import UserError
 
 DEFAULT_PORT = 29400
+# torchrun's `join_timeout`.
+DEFAULT_JOIN_SECONDS = "600"
 # The beginning of the names of torchrun's variables.
 OF_TORCHRUN = "PET_"
 # A name of a service may take this long to appear, as in Kubernetes.
@@ -125,7 +127,7 @@ def meet(machines: Machines, name_seconds: float = _NAME_SECONDS) -> Machines:
             settings["is_host"] = "false"
     if not serves:
         # torchrun's default is a minute. The first machine may read a large checkpoint before.
-        settings.setdefault("read_timeout", settings.get("join_timeout", "600"))
+        settings.setdefault("read_timeout", settings.get("join_timeout", DEFAULT_JOIN_SECONDS))
     address = machines.address or source
     if not address or (_is_loopback(address) and not (_is_loopback(host) or machines.address)):
         address = _address_outwards(host)
