@@ -36,6 +36,19 @@ def test_an_optimizer_of_sparse_gradients_is_not_fused() -> None:
     optimizer.step()
 
 
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.SGD])
+@pytest.mark.parametrize(
+    "unfit",
+    [torch.ones(2, dtype=torch.complex64), torch.ones(4, 3)[:, :1]],
+    ids=["complex", "gaps"],
+)
+def test_parameters_that_kernels_misread_are_not_fused(kind: Any, unfit: Tensor) -> None:
+    model = nn.Module()
+    model.fit, model.unfit = nn.Parameter(torch.ones(2)), nn.Parameter(unfit)
+    optimizer = kind(model.parameters(), lr=0.1)
+    assert fused(optimizer, model, "fp32") is optimizer
+
+
 @pytest.mark.parametrize("several", [False, True])
 def test_an_optimizer_that_needs_a_closure_is_refused(several: bool) -> None:
     class LineSearch(Experiment):

@@ -122,12 +122,20 @@ def fused(optimizer: Optimizer, model: nn.Module, precision: str) -> Optimizer:
     if has_hooks or is_chosen or is_sparse or is_unfit_sgd:
         return optimizer
     constructor: Any = type(optimizer)
-    # Some devices and number formats have no fused form.
+    # Some devices have no fused form, and lazy parameters no strides yet.
     with contextlib.suppress(RuntimeError, ValueError, TypeError):
+        if not all(_is_dense(one) for group in groups for one in group["params"]):
+            return optimizer
         fused_groups = [{**group, "fused": True} for group in groups]
         rebuilt: Optimizer = constructor(fused_groups, lr=optimizer.defaults["lr"], fused=True)
         return rebuilt
     return optimizer
+
+
+def _is_dense(parameter: Tensor) -> bool:
+    # Kernels on the CPU take the elements by their place in memory, as real numbers.
+    dense = torch.empty_like(parameter, device="meta")
+    return parameter.is_floating_point() and parameter.stride() == dense.stride()
 
 
 def set_lr(
