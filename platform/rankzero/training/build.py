@@ -29,7 +29,7 @@ from rankzero.training.optimization import frozen, precision
 from rankzero.training.optimization.averaged_weights import AveragedWeights
 from rankzero.training.optimization.frozen import FrozenParts
 from rankzero.training.optimization.optimizer_average import OptimizerAverage, switching
-from rankzero.training.optimization.optimizers import as_values, options
+from rankzero.training.optimization.optimizers import as_values, options, place_states
 from rankzero.training.strategies.base import Strategy
 from rankzero.training_position import Progress, measure_at
 
@@ -81,6 +81,7 @@ def build(
     )
     state = _initial_state(strategy, model, train.ema)
     job.frozen_parts.begin(0, strategy)
+    place_states(strategy.optimizer)
     malloc.keep_freed_memory()
     return job, state
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,15 @@ def linear() -> nn.Linear:
 
 def test_pytorchs_optimizers_are_fused_unless_the_user_chose() -> None:
     model = linear()
-    made = fused(optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), model, "fp32")
+    made = fused(optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), model)
     assert made.param_groups[0]["fused"] is True and made.param_groups[0]["weight_decay"] == 0.5
     chosen = optim.AdamW(model.parameters(), foreach=True)
-    assert fused(chosen, model, "fp32") is chosen
+    assert fused(chosen, model) is chosen
 
 
 def test_an_optimizer_of_sparse_gradients_is_not_fused() -> None:
     model = nn.Sequential(nn.Embedding(8, 2, sparse=True), nn.Linear(2, 1))
-    optimizer = fused(optim.SGD(model.parameters(), lr=0.1), model, "fp32")
+    optimizer = fused(optim.SGD(model.parameters(), lr=0.1), model)
     model(torch.tensor([1, 2])).sum().backward()
     optimizer.step()
 
@@ -46,7 +47,7 @@ def test_parameters_that_kernels_misread_are_not_fused(kind: Any, unfit: Tensor)
     model = nn.Module()
     model.fit, model.unfit = nn.Parameter(torch.ones(2)), nn.Parameter(unfit)
     optimizer = kind(model.parameters(), lr=0.1)
-    assert fused(optimizer, model, "fp32") is optimizer
+    assert fused(optimizer, model) is optimizer
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -143,11 +144,11 @@ def test_an_optimizer_with_hooks_is_not_replaced() -> None:
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_post_hook(lambda *_: called.append("hook"))
     model(torch.ones(1, 2)).sum().backward()
-    fused(optimizer, model, "fp32").step()
+    fused(optimizer, model).step()
     assert called == ["hook"]
     scheduled = optim.SGD(model.parameters(), lr=0.1)
     optim.lr_scheduler.StepLR(scheduled, 1)  # wraps `step`
-    assert fused(scheduled, model, "fp32") is scheduled
+    assert fused(scheduled, model) is scheduled
 
 
 @pytest.fixture
@@ -180,8 +181,30 @@ def test_sgd_has_no_uninitialised_momentum_after_an_overflow() -> None:
     unsafe = optim.SGD(chosen.parameters(), **settings, fused=True)
     assert after_an_overflow(unsafe, chosen).isnan().any(), "PyTorch has repaired the kernel"
     before = made.weight.detach().clone()
-    weight = after_an_overflow(fused(optim.SGD(made.parameters(), **settings), made, "fp16"), made)
+    safe = fused(optim.SGD(made.parameters(), **settings), made)
+    place_states(safe)
+    weight = after_an_overflow(safe, made)
     assert torch.allclose(weight, before - 0.1)
+
+
+def test_sgd_takes_a_gradient_that_comes_later(train: Trainer, tmp_path: Path) -> None:
+    class Thawed(type(tiny())):  # type: ignore[misc]
+        is_fused: bool | None = None
+
+        def frozen(self, epoch: int) -> list[str]:
+            return ["0"] if epoch < 1 else []
+
+        def optimizer(self, model: nn.Module) -> optim.Optimizer:
+            return optim.SGD(model.parameters(), self.lr, 0.9, fused=self.is_fused)
+
+    experiment = Thawed(**vars(tiny()))
+    made = [
+        train(dataclasses.replace(experiment, is_fused=choice), tmp_path / str(choice))
+        for choice in (None, False)
+    ]
+    assert [one.state.optimizer.param_groups[0]["fused"] for one in made] == [True, False]
+    for one, two in zip(*map(weights, made), strict=True):
+        torch.testing.assert_close(one, two)
 
 
 def test_step_counts_are_on_the_device_that_the_kernels_read() -> None:

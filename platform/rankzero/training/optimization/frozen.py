@@ -12,6 +12,7 @@ from torch import nn
 
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
+from rankzero.training.optimization.optimizers import place_states
 from rankzero.training.strategies.base import Strategy
 
 
@@ -57,6 +58,7 @@ class FrozenParts:
         if not trained:
             raise UserError(f"frozen({epoch}) leaves no parameter to train: return fewer modules")
         strategy.train_only(trained)
+        place_states(strategy.optimizer)
         self._now = trained
         return True
 

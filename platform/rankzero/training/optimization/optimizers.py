@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Optimizer
 
 from rankzero.errors import UserError
@@ -25,7 +26,7 @@ def of(experiment: Experiment, model: nn.Module, *, fuse: bool = True) -> Optimi
     Raises UserError if several do not divide the model's parameters among them, if one has none of
     them, or others, or if one needs a closure.
     """
-    made, precision = experiment.optimizer(model), experiment.train.precision
+    made = experiment.optimizer(model)
     for one in made.values() if isinstance(made, Mapping) else (made,):
         check_steps_alone(one)
     if experiment.turns:
@@ -34,11 +35,11 @@ def of(experiment: Experiment, model: nn.Module, *, fuse: bool = True) -> Optimi
         joint_optimizer.check(made, model)
         for one in made.values():
             refuse_others(one, model)
-        parts = {name: fused(one, model, precision) if fuse else one for name, one in made.items()}
+        parts = {name: fused(one, model) if fuse else one for name, one in made.items()}
         return JointOptimizer(parts)
     _freeze_others(made, model)
     refuse_others(made, model)
-    return fused(made, model, precision) if fuse else made
+    return fused(made, model) if fuse else made
 
 
 def _freeze_others(optimizer: Optimizer, model: nn.Module) -> None:
@@ -95,7 +96,7 @@ def check_steps_alone(optimizer: Any) -> None:
         )
 
 
-def fused(optimizer: Optimizer, model: nn.Module, precision: str) -> Optimizer:
+def fused(optimizer: Optimizer, model: nn.Module) -> Optimizer:
     """Return `optimizer` in its fused form, or unchanged if that could change more than the speed.
 
     The user must have left the choice open, with ``fused=None``.
@@ -111,14 +112,10 @@ def fused(optimizer: Optimizer, model: nn.Module, precision: str) -> Optimizer:
     )
     # Fused kernels take no sparse gradients.
     is_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
-    # A new loss scaler's first step may overflow. Then the fused SGD kernel leaves the momentum as
-    # uninitialised memory (seen with PyTorch 2.15).
-    has_momentum = any(group.get("momentum") for group in groups)
     # PyTorch has no fused SGD for parameters that are divided among ranks, which are DTensors.
     is_divided = any(hasattr(parameter, "to_local") for parameter in model.parameters())
-    is_unfit_sgd = isinstance(optimizer, SGD) and (
-        is_divided or (has_momentum and precision == "fp16")
-    )
+    is_damped = any(group.get("dampening") for group in groups)
+    is_unfit_sgd = isinstance(optimizer, SGD) and (is_divided or is_damped)
     if has_hooks or is_chosen or is_sparse or is_unfit_sgd:
         return optimizer
     constructor: Any = type(optimizer)
@@ -265,7 +262,7 @@ def keep_types(
 
 
 def place_states(optimizer: Optimizer) -> None:
-    """Give a loaded checkpoint's states the device and the layout that the kernels read."""
+    """Give the states the device and the layout that the kernels read, and SGD its momentum."""
     for part in joint_optimizer.parts_of(optimizer):
         # ZeroRedundancyOptimizer holds the real optimizer as `optim`.
         inner = getattr(part, "optim", None)
@@ -276,6 +273,8 @@ def place_states(optimizer: Optimizer) -> None:
             # PyTorch leaves the counts on the CPU, where a fused kernel refuses them. Other kernels
             # read them on the CPU: on a GPU, each read would wait for the device.
             on_device = bool(group.get("fused") or group.get("capturable"))
+            if group.get("fused") and group.get("momentum") and not group["dampening"]:
+                _begin_momentum(own["params"], inner)
             for parameter in own["params"]:
                 state = inner.state.get(parameter) or {}
                 for name, value in state.items():
@@ -283,6 +282,15 @@ def place_states(optimizer: Optimizer) -> None:
                         state[name] = value.to(parameter.device if on_device else "cpu")
                     elif isinstance(value, Tensor) and value.shape == parameter.shape:
                         state[name] = _in_layout_of(parameter, value)
+
+
+def _begin_momentum(parameters: Sequence[Tensor], sgd: Optimizer) -> None:
+    # The fused SGD fails if only some parameters have a momentum. If its first step overflows
+    # under a loss scaler, it leaves uninitialised memory there (both seen with PyTorch 2.15). With
+    # zeros, the first step has the same bits as without, unless there is dampening.
+    for parameter in parameters:
+        if parameter.requires_grad and not is_lazy(parameter):
+            sgd.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 def _in_layout_of(parameter: Tensor, value: Tensor) -> Tensor:
