@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rankzero.errors import UserError
 from rankzero.ranks import Ranks
@@ -102,6 +102,22 @@ def test_update_gets_all_ranks_samples_where_measure_left_them(rank: int) -> Non
     assert not OnGpu.picked, "the rows of all ranks, where they were gathered"
     updates = [[args.tolist(), args.device.type] for (args,) in one.updates]
     assert updates == ([[[1.0, 1.0, 2.0, 2.0], "cpu"]] if rank == 0 else [])
+
+
+def test_what_one_rank_computes_asks_no_other_rank() -> None:
+    class OfLibrary(nn.Module):
+        """As torchmetrics' objects: `compute` gathers the states if this is true."""
+
+        distributed_available_fn = staticmethod(lambda: True)
+
+    class Wrapper(Seen):
+        def __init__(self, held: Any) -> None:
+            super().__init__()
+            self.held = held
+
+    one, two = OfLibrary(), OfLibrary()
+    StatefulMetrics({"one": Wrapper(one), "two": Wrapper({"in": [nn.Sequential(two)]})}, ALONE, 2)
+    assert not one.distributed_available_fn() and not two.distributed_available_fn()
 
 
 def test_rows_of_several_widths_are_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,12 +31,14 @@ class StatefulMetrics:
         for name, metric in self._objects.items():
             if isinstance(metric, nn.Module):
                 metric.to(world.device)
-            if not isinstance(metric, kinds):
+            is_own = not isinstance(metric, kinds)
+            if is_own:
                 self._arguments[name] = []
-            elif not self._divided:
-                # The ranks see the same samples, or only one rank has outputs.
-                for module in metric.modules():
-                    module.distributed_available_fn = lambda: False
+            if is_own or not self._divided:
+                # The ranks see the same samples, or only one rank updates and computes it.
+                for module in _modules([metric, getattr(metric, "__dict__", {})]):
+                    if hasattr(module, "distributed_available_fn"):
+                        module.distributed_available_fn = lambda: False
 
     @property
     def names(self) -> Collection[str]:
@@ -113,6 +115,15 @@ class StatefulMetrics:
                 every = every.to(mine[number].device).view(world.size, *padded.shape)
                 gathered.append(every.transpose(0, 1)[rows])
         return gathered
+
+
+def _modules(value: Any) -> Iterator[nn.Module]:
+    """Yield the modules in a tree: a user's object may hold objects of torchmetrics."""
+    if isinstance(value, nn.Module):
+        yield from value.modules()
+    elif isinstance(value, (list, tuple, Mapping)):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _modules(one)
 
 
 def _check_rows(name: str, args: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> None:
