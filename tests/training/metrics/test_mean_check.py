@@ -31,7 +31,7 @@ def noticed(
     check = MeanCheck(CPU, precision, notices.append)
     before = rng.state(CPU)
     for _ in range(2):
-        check.keep(batch, 7)
+        check.keep(batch, 7, [torch.tensor(1.0)])
         check.run(measure, nn.Identity())
     assert torch.equal(before, rng.state(CPU))
     return notices
@@ -86,6 +86,14 @@ def test_batch_of_one_sample_is_not_kept() -> None:
     check.keep(BATCH, 7)
     check.run(lambda x: {"loss": x.mean().exp()}, nn.Identity())
     assert len(notices) == 1
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_has_no_shape_to_compare() -> None:
+    def check(nested: Tensor) -> dict[str, Any]:
+        return {"loss": nested.to_padded_tensor(0.0).mean()}
+
+    assert not noticed(check, torch.nested.nested_tensor([torch.ones(2)] * 7))
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ def is_staged(tensor: Tensor) -> bool:
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
+        and not tensor.is_nested
         and tensor.nbytes >= STAGED_BYTES
         and not tensor.requires_grad
         and tensor.is_contiguous()

@@ -46,7 +46,8 @@ class MeanCheck:
         if self._is_told or not any(isinstance(one, Tensor) and not one.dim() for one in values):
             return
         shapes: list[torch.Size] = []
-        map_tensors(batch, lambda tensor: shapes.append(tensor.shape))
+        # A nested tensor has no shape.
+        map_tensors(batch, lambda one: None if one.is_nested else shapes.append(one.shape))
         rows = _other_rows(shapes, samples)
         if rows is not None:
             self._notice(
