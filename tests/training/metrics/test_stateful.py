@@ -42,6 +42,14 @@ def test_update_gets_all_samples_at_once() -> None:
     assert rows.tolist() == [0, 1, 2, 3, 4] and above.tolist() == [False, False, True, True, True]
 
 
+def test_an_object_that_metrics_returns_again_is_reset() -> None:
+    one = Seen()
+    one.reset = one.updates.clear  # type: ignore[attr-defined]
+    one.update(torch.ones(2))
+    StatefulMetrics({"one": one}, ALONE, 1)
+    assert not one.updates
+
+
 def test_a_column_of_the_outputs_does_not_keep_them_all() -> None:
     one = Seen()
     metrics = StatefulMetrics({"one": one}, ALONE, 1)

@@ -31,6 +31,9 @@ class StatefulMetrics:
         for name, metric in self._objects.items():
             if isinstance(metric, nn.Module):
                 metric.to(world.device)
+            # It may be the object of the evaluation before.
+            if callable(reset := getattr(metric, "reset", None)):
+                reset()
             is_own = not isinstance(metric, kinds)
             if is_own:
                 self._arguments[name] = []
