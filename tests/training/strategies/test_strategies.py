@@ -431,6 +431,7 @@ def test_channels_last(folder: Path, alone: Any, name: str) -> None:
 def test_channels_last_is_the_layout_of_weights_and_inputs() -> None:
     layouts = []
     model = nn.Conv2d(2, 4, 2)
+    model.other = nn.Conv3d(1, 1, 2)  # a 5-d weight has no such layout
     experiment = two_ranks.layered(train__strategy="single", train__channels_last=True)
     world = World(Ranks(), torch.device("cpu"))
     strategy = build(experiment, model, world, experiment.measure, lambda: None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from rankzero.errors import UserError
@@ -53,7 +52,9 @@ def build(
 
         units.recompute(model, compiled=train.compile)
     if train.channels_last:
-        model.to(memory_format=torch.channels_last)
+        # Module.to would also convert 5-d weights, which have no such layout.
+        for one in (*model.parameters(), *model.buffers()):
+            one.data = channels_last(one.data)
         model.register_forward_pre_hook(_channels_last, with_kwargs=True)
     match train.strategy:
         case "single" | "dp" | "ddp" | "zero1":
