@@ -25,7 +25,7 @@ from replay import budget, searched
 from rankzero import config
 from rankzero.tuning.verdict.decide import ConfirmationRun
 
-TABLES = ("digits", "rows", "letters", "chapters")
+TABLES = ("digits", "rows", "letters", "chapters", "images", "knobs")
 BEST_SECONDS = 60.0
 
 
@@ -54,9 +54,9 @@ def replay(name: str, table: Table, seconds: float, number: int) -> dict[str, An
     table = shuffled(table, number)
     own = random.Random(number).choice(candidates(table))
     theirs = centred(table, own)
-    _, verdict, (batch, second, factor) = searched(theirs, number, seconds)
+    _, verdict, (batch, values, factor) = searched(theirs, number, seconds)
     # The table's own factors name its cells.
-    winner = (batch, second, table.factors[theirs.factors.index(factor)])
+    winner = (batch, values, table.factors[theirs.factors.index(factor)])
     return {
         "task": name,
         "number": number,
@@ -105,9 +105,10 @@ def runs_of(table: Table, key: Key) -> list[ConfirmationRun]:
 
 def centred(table: Table, own: Key) -> Table:
     """Return the table of a user who begins with this configuration."""
-    batch, second, factor = own
+    batch, values, factor = own
     scaled = table.own.lr * (batch / table.own.train.batch_size) ** table.exponent
-    settings = {"train.batch_size": batch, table.second: second, "lr": scaled * factor}
+    others = dict(zip(table.settings, values, strict=True))
+    settings = {"train.batch_size": batch, "lr": scaled * factor, **others}
     return dataclasses.replace(
         table,
         own=config.override(table.own, settings),

@@ -6,6 +6,7 @@ one: batch size, learning rate and width depend on each other.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from pydoc_data.topics import topics
@@ -14,8 +15,8 @@ from zlib import crc32
 
 import torch
 from torch import Generator, Tensor, nn, optim
-from torch.nn.functional import cross_entropy, mse_loss
-from torch.utils.data import TensorDataset
+from torch.nn.functional import cross_entropy, mse_loss, pad
+from torch.utils.data import Dataset, TensorDataset
 
 from rankzero import Choice, Experiment, Goal, Train
 
@@ -67,6 +68,33 @@ class Rows(Task):
     def measure(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         inputs, values = batch
         return {"loss": mse_loss(model(inputs), values)}
+
+
+class Knobs(Rows):
+    """The same rows, with six settings to search: also depth, dropout and weight decay."""
+
+    width: int = 32
+    depth: int = 2
+    dropout: float = 0.1
+    decay: float = 0.1
+    search: ClassVar = {
+        "width": Choice(16, 32, 64),
+        "depth": Choice(1, 2),
+        "dropout": Choice(0.0, 0.1),
+        "decay": Choice(0.0, 0.1),
+    }
+
+    def optimizer(self, model: nn.Module) -> optim.Optimizer:
+        return optim.AdamW(model.parameters(), self.lr, weight_decay=self.decay)
+
+    def model(self) -> nn.Module:
+        sizes = [16, *[self.width] * self.depth]
+        layers = [
+            layer
+            for before, after in itertools.pairwise(sizes)
+            for layer in (nn.Linear(before, after), nn.ReLU(), nn.Dropout(self.dropout))
+        ]
+        return nn.Sequential(*layers, nn.Linear(self.width, 1), nn.Flatten(0))
 
 
 class Letters(Task):
@@ -162,6 +190,46 @@ class Shapes(Task):
         return {"loss": cross_entropy(model(images), labels)}
 
 
+class Crops(Dataset[tuple[Tensor, int]]):
+    """Images with a frame of zeros: a random crop and flip of each, or the middle."""
+
+    def __init__(self, images: Tensor, labels: Tensor, *, augment: bool) -> None:
+        self.images, self.labels, self.augment = images, labels.tolist(), augment
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        down, across, flip = torch.randint(5, (3,)).tolist() if self.augment else (2, 2, 0)
+        image = self.images[index, :, down : down + 12, across : across + 12]
+        return image.flip(-1) if flip % 2 else image, self.labels[index]
+
+
+class Images(Task):
+    """Six shapes in fixed noise, with random crops and flips, for a convolutional network."""
+
+    train: Train = Train(batch_size=32, epochs=14)
+    width: int = 16
+    goal: Goal = Goal("val/loss", "min", target=0.6)
+    search: ClassVar = {"width": Choice(8, 16, 32)}
+
+    def data(self) -> tuple[Crops, Crops]:
+        images, labels = shapes(1900, 12, Generator().manual_seed(0))
+        noise = 0.5 * torch.randn(images.shape, generator=Generator().manual_seed(1))
+        framed = pad(images + noise, (2, 2, 2, 2))
+        return (
+            Crops(framed[:1500], labels[:1500], augment=True),
+            Crops(framed[1500:], labels[1500:], augment=False),
+        )
+
+    def model(self) -> nn.Module:
+        layers: list[nn.Module] = []
+        for before, after in ((1, self.width), (self.width, self.width)):
+            layers += [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
+            layers += [nn.MaxPool2d(2)]
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(9 * self.width, 6))
+
+
 def shapes(count: int, side: int, drawn: Generator) -> tuple[Tensor, Tensor]:
     """Return squares, discs, rings and others at random places, (count, 1, side, side)."""
     labels = torch.randint(6, (count,), generator=drawn)
@@ -178,4 +246,10 @@ def shapes(count: int, side: int, drawn: Generator) -> tuple[Tensor, Tensor]:
     return torch.stack(kinds)[labels, torch.arange(count)][:, None].float(), labels
 
 
-TASKS: dict[str, type[Task]] = {"rows": Rows, "letters": Letters, "chapters": Chapters}
+TASKS: dict[str, type[Task]] = {
+    "rows": Rows,
+    "letters": Letters,
+    "chapters": Chapters,
+    "images": Images,
+    "knobs": Knobs,
+}

@@ -1,12 +1,12 @@
-"""Record an exhaustive table of a small task: batch size x width x learning rate x seed.
+"""Record an exhaustive table of a small task: batch size x its settings x learning rate x seed.
 
-    python benchmarks/record_hard_table.py rows|letters|chapters
+    python benchmarks/record_hard_table.py rows|letters|chapters|images|knobs
 
 `replay.py --table NAME` runs searchers on the table.
 
 A plain PyTorch loop trains each configuration to its end, on one thread. Its clock is the thread's
 processor time, so other work on the machine changes little. A row has the validation loss after
-every epoch. The seconds of an epoch are the median of all rows with that batch size and width.
+every epoch. The seconds of an epoch are the median of all rows with that batch size and settings.
 
 It continues an earlier recording: the times stay, and a new target gets the seeds that it lacks.
 All configurations have the seeds of a search, and those that are not hopeless also the others:
@@ -38,8 +38,8 @@ HOPELESS = 3.0  # times the best known time to the target
 LR_EXPONENT = 0.5  # of AdamW
 FACTORS = [32 ** (2 * number / 9 - 1) for number in range(10)]
 BATCH_SIZES = (16, 32, 64, 128, 256, 512)
-Cell = tuple[int, int, float]
-"""Batch size, width, factor of the scaled learning rate."""
+Cell = tuple[int, tuple[Any, ...], float]
+"""Batch size, the task's own settings, factor of the scaled learning rate."""
 
 
 def train(task: Task, seed: int, data: tuple[Any, Any]) -> tuple[float, list[float]]:
@@ -79,42 +79,48 @@ def epochs_to(target: float, losses: list[float]) -> float:
     return next((epoch for epoch, loss in enumerate(losses, 1) if loss <= target), math.inf)
 
 
-def earlier(name: str) -> tuple[list[Any], dict[tuple[int, int], list[float]]]:
+def earlier(name: str) -> tuple[list[Any], dict[tuple[int, tuple[Any, ...]], list[float]]]:
     """Return the rows of an earlier recording, perhaps for another target, and the seconds."""
     path = RESULTS / f"table_{name}.json"
     found = json.loads(path.read_text()) if path.exists() else {"rows": [], "epoch_seconds": []}
-    took = {(batch, width): [seconds] for batch, width, seconds in found["epoch_seconds"]}
+    took = {(batch, tuple(own)): [seconds] for batch, own, seconds in found["epoch_seconds"]}
     return found["rows"], took
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("task", choices=TASKS)
-    name = parser.parse_args().task
     torch.set_num_threads(1)
+    record_table(parser.parse_args().task)
+
+
+def record_table(name: str) -> None:
+    """Record or complete the table of this task."""
     own = TASKS[name]()
+    search = {key: drawn.options for key, drawn in type(own).search.items()}
     data, target = own.data(), own.goal.target or 0.0
     rows, took = earlier(name)
     known_seconds = bool(took)
     losses_of = {
-        (batch, width, FACTORS[at], seed): losses for batch, width, at, seed, losses in rows
+        (batch, tuple(values), FACTORS[at], seed): losses
+        for batch, values, at, seed, losses in rows
     }
 
     def record(cell: Cell, seed: int) -> float:
         """Record one run; return its seconds to the target, or infinity."""
-        batch_size, width, factor = cell
+        batch_size, values, factor = cell
         if (*cell, seed) in losses_of:
-            return epochs_to(target, losses_of[*cell, seed]) * took[batch_size, width][0]
+            return epochs_to(target, losses_of[*cell, seed]) * took[batch_size, values][0]
         lr = own.lr * factor * (batch_size / own.train.batch_size) ** LR_EXPONENT
-        task = override(own, {"train.batch_size": batch_size, "width": width, "lr": lr})
+        settings = dict(zip(search, values, strict=True))
+        task = override(own, {"train.batch_size": batch_size, "lr": lr, **settings})
         seconds, losses = train(task, seed, data)
         if not known_seconds:
-            took.setdefault((batch_size, width), []).append(seconds)
-        rows.append([batch_size, width, FACTORS.index(factor), seed, losses])
+            took.setdefault((batch_size, values), []).append(seconds)
+        rows.append([batch_size, values, FACTORS.index(factor), seed, losses])
         return seconds * epochs_to(target, losses)
 
-    widths = type(own).search["width"].options  # type: ignore[union-attr]
-    cells = list(itertools.product(BATCH_SIZES, widths, FACTORS))
+    cells = list(itertools.product(BATCH_SIZES, itertools.product(*search.values()), FACTORS))
     random.Random(0).shuffle(cells)
     known = {cell: min(record(cell, seed) for seed in SEARCH_SEEDS) for cell in cells}
     best = min(known.values())
@@ -128,7 +134,7 @@ def main() -> None:
         target=target,
         lr_exponent=LR_EXPONENT,
         batch_sizes=BATCH_SIZES,
-        widths=widths,
+        settings=search,
         factors=FACTORS,
         samples=len(data[0]),
         epoch_seconds=[

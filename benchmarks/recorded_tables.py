@@ -15,16 +15,18 @@ from hard_tasks import TASKS
 from harness import RESULTS
 
 from rankzero import Experiment, Goal, Train
+from rankzero.config import flatten
 from rankzero.events import Evaluated, Event, RunStarted, StepsLogged
 from rankzero.tuning.learning_curve import LearningCurve
+from rankzero.tuning.space import PRECISION
 
 SEARCH_SEEDS, CONFIRM_SEEDS, HELD_OUT = (0, 1), (2, 3, 4, 5, 6, 7), range(8, 16)
 MORE_SEARCH_SEEDS = range(16, 22)  # of the cells of a hard table that are not hopeless
 METRIC = "val/loss"
 NEVER = 1e9
 _NOISE = 0.03  # relative, of a run's speed, where the table has one time for all seeds
-Key = tuple[int, Any, float]
-"""Batch size, the second setting's value, factor of the scaled learning rate."""
+Key = tuple[int, tuple[Any, ...], float]
+"""Batch size, the other settings' values, factor of the scaled learning rate."""
 
 
 class NoisyDigits(Experiment):
@@ -49,12 +51,10 @@ class Table:
 
     own: Experiment
     """The configuration that a user begins with."""
-    second: str
-    """The second setting: `train.precision`, or the experiment's own."""
+    settings: dict[str, tuple[Any, ...]]
+    """The other settings and their values: `train.precision`, or the experiment's own."""
     rows: dict[tuple[Key, int], Row]
     batch_sizes: tuple[int, ...]
-    options: tuple[Any, ...]
-    """The values of the second setting."""
     factors: tuple[float, ...]
     exponent: float
     samples: int
@@ -66,6 +66,15 @@ class Table:
     @functools.cached_property
     def keys(self) -> list[Key]:
         return sorted({key for key, _ in self.rows})
+
+    @property
+    def has_precision(self) -> bool:
+        return PRECISION in self.settings
+
+    @property
+    def own_values(self) -> tuple[Any, ...]:
+        """Return the values of the other settings that a user begins with."""
+        return tuple(flatten(self.own)[name] for name in self.settings)
 
     @property
     def target(self) -> float:
@@ -81,7 +90,7 @@ class Table:
         In a hard table, another trial of the same cell has another one. A small change of the
         learning rate is a new draw, too.
         """
-        if self.second == "train.precision":
+        if self.has_precision:
             return SEARCH_SEEDS[(number + again) % 2]
         seeds: list[int] = [*SEARCH_SEEDS, *MORE_SEARCH_SEEDS]
         # The others follow in a row.
@@ -142,16 +151,15 @@ def digits(longer: float = 1.0) -> Table:
     found = json.loads((RESULTS / "digits_table.json").read_text())
     return Table(
         NoisyDigits(),
-        "train.precision",
+        {PRECISION: tuple(found["precisions"])},
         {
-            ((row["batch_size"], row["precision"], row["factor"]), row["seed"]): Row(
+            ((row["batch_size"], (row["precision"],), row["factor"]), row["seed"]): Row(
                 [(longer * seconds, value) for seconds, value in row["points"]],
                 row["samples_per_second"] / longer,
             )
             for row in found["rows"]
         },
         tuple(found["batch_sizes"]),
-        tuple(found["precisions"]),
         tuple(found["factors"]),
         found["lr_exponent"],
         1437,
@@ -162,20 +170,20 @@ def digits(longer: float = 1.0) -> Table:
 def hard(name: str, best_seconds: float, fixed_seconds: float = 1.0) -> Table:
     """Return a table of `record_hard_table.py`. Its fastest run takes `best_seconds`."""
     found = json.loads((RESULTS / f"table_{name}.json").read_text())
-    seconds = {(batch, width): each for batch, width, each in found["epoch_seconds"]}
+    seconds = {(batch, tuple(own)): each for batch, own, each in found["epoch_seconds"]}
     rows = {}
-    for batch, width, factor, seed, losses in found["rows"]:
-        drawn = random.Random(f"{batch} {width} {factor} {seed}")
-        each = seconds[batch, width] * drawn.lognormvariate(0.0, _NOISE)
+    for batch, own, factor, seed, losses in found["rows"]:
+        values = tuple(own)
+        drawn = random.Random(f"{batch} {' '.join(map(str, own))} {factor} {seed}")
+        each = seconds[batch, values] * drawn.lognormvariate(0.0, _NOISE)
         points = [(epoch * each, loss) for epoch, loss in enumerate(losses, start=1)]
-        key = batch, width, found["factors"][factor]
+        key = batch, values, found["factors"][factor]
         rows[key, seed] = Row(points, found["samples"] / each)
     table = Table(
         TASKS[name](),
-        "width",
+        {name: tuple(values) for name, values in found["settings"].items()},
         rows,
         tuple(found["batch_sizes"]),
-        tuple(found["widths"]),
         tuple(found["factors"]),
         found["lr_exponent"],
         found["samples"],

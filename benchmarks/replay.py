@@ -126,18 +126,20 @@ def key_of(table: Table, space: Space, experiment: Experiment) -> Key:
     batch = experiment.train.batch_size
     factor = experiment.lr / space.scaled_lr(batch)
     nearest = min(table.factors, key=lambda known: abs(math.log(known / factor)))
-    return batch, flatten(experiment)[table.second], nearest
+    chosen = flatten(experiment)
+    return batch, tuple(chosen[name] for name in table.settings), nearest
 
 
 def space_of(table: Table) -> Space:
-    of_precision = table.second == PRECISION
+    settings = {name: Choice(*values) for name, values in table.settings.items()}
+    precisions = settings.pop(PRECISION, Choice("fp32")).options
     return Space(
         table.own,
         table.batch_sizes,
-        table.options if of_precision else ("fp32",),
+        precisions,
         LogUniform(table.factors[0], table.factors[-1]),
         table.exponent,
-        {} if of_precision else {table.second: Choice(*table.options)},
+        settings,
     )
 
 
@@ -203,13 +205,13 @@ def searched(
 @functools.cache
 def budget(table: Table) -> float:
     """Return a search's budget: a quarter of the grid's cost, or of 100 random trainings."""
-    if table.second == PRECISION:
+    if table.has_precision:
         return _grid_seconds(table) / 4
     return statistics.median(random_search(table, number)[-1][0] for number in range(50)) / 4
 
 
 def most_trials(table: Table) -> int:
-    return 60 if table.second == PRECISION else 100
+    return 60 if table.has_precision else 100
 
 
 def _grid_seconds(table: Table) -> float:
@@ -218,19 +220,20 @@ def _grid_seconds(table: Table) -> float:
 
 def probe_map(table: Table, seed: int) -> list[ProbeResult]:
     """Return the probe map of the recorded speeds."""
-    own = flatten(table.own)[table.second]
-    of_precision, middle = table.second == PRECISION, min(table.factors, key=_distance)
+    middle = min(table.factors, key=_distance)
+    # The probe measures the user's own values of settings that it does not know.
+    values = [(one,) for one in table.settings[PRECISION]] if table.has_precision else []
     return [
         ProbeResult(
             batch,
             batch // 2,
-            option if of_precision else "fp32",
+            each[0] if table.has_precision else "fp32",
             "ok",
-            table.speed((batch, option, middle), seed),
+            table.speed((batch, each, middle), seed),
             0.02,
-            batch / table.speed((batch, option, middle), seed),
+            batch / table.speed((batch, each, middle), seed),
         )
-        for option in (table.options if of_precision else (own,))
+        for each in values or [table.own_values]
         for batch in table.batch_sizes
     ]
 
@@ -308,7 +311,7 @@ def tpe(table: Table, number: int, what: str) -> list[Step]:
             value = table.speed(key, seed)
         study.tell(trial, value)
         best = study.best_trial.params
-        steps.append((spent, _key(best)))
+        steps.append((spent, _key(table, best)))
     return steps
 
 
@@ -330,7 +333,7 @@ def two_objectives(table: Table, number: int) -> list[Step]:
             one for one in study.best_trials if -one.values[1] <= table.target
         ] or study.best_trials
         best = max(front, key=lambda one: one.values[0]).params
-        steps.append((spent, _key(best)))
+        steps.append((spent, _key(table, best)))
     return steps
 
 
@@ -347,7 +350,9 @@ def on_time(
     """
     spent, steps = 0.0, list[Step]()
     study = optuna.create_study(sampler=sampler, pruner=pruner)
-    study.enqueue_trial(dict(zip(_NAMES, _own(table), strict=True)))
+    batch, values, factor = _own(table)
+    own = dict(zip(table.settings, values, strict=True))
+    study.enqueue_trial({"batch": batch, **own, "factor": factor})
     for _ in range(most or most_trials(table)):
         trial = study.ask()
         key, seed = _suggest(table, trial), table.search_seed(number, trial.number)
@@ -367,26 +372,24 @@ def on_time(
             study.tell(trial, NEVER * (1 + min(value - table.target, 10.0)))
         done = [one for one in study.trials if one.value is not None]
         best = min(done, key=lambda one: one.value or 0.0, default=trial).params
-        steps.append((spent, _key(best)))
+        steps.append((spent, _key(table, best)))
     return steps
 
 
-_NAMES = ("batch", "second", "factor")
-
-
-def _key(parameters: dict[str, Any]) -> Key:
-    return parameters["batch"], parameters["second"], parameters["factor"]
+def _key(table: Table, parameters: dict[str, Any]) -> Key:
+    values = tuple(parameters[name] for name in table.settings)
+    return parameters["batch"], values, parameters["factor"]
 
 
 def _suggest(table: Table, trial: optuna.Trial) -> Key:
     batch = trial.suggest_categorical("batch", table.batch_sizes)
-    second = trial.suggest_categorical("second", table.options)
-    return batch, second, trial.suggest_categorical("factor", table.factors)
+    values = tuple(trial.suggest_categorical(*one) for one in table.settings.items())
+    return batch, values, trial.suggest_categorical("factor", table.factors)
 
 
 def _own(table: Table) -> Key:
-    second, factor = flatten(table.own)[table.second], min(table.factors, key=_distance)
-    return table.own.train.batch_size, second, factor
+    factor = min(table.factors, key=_distance)
+    return table.own.train.batch_size, table.own_values, factor
 
 
 def largest(table: Table, number: int) -> list[Step]:
@@ -406,9 +409,9 @@ def plateau(table: Table, number: int) -> list[Step]:
         (one for one in measured if one.samples_per_second >= 0.95 * peak),
         key=lambda one: one.batch_size,
     )
-    second = chosen.precision if table.second == PRECISION else _own(table)[1]
+    values = (chosen.precision,) if table.has_precision else table.own_values
     middle = min(table.factors, key=_distance)
-    return [(PROBE_SECONDS * len(measured), (chosen.batch_size, second, middle))]
+    return [(PROBE_SECONDS * len(measured), (chosen.batch_size, values, middle))]
 
 
 def _tpe(number: int) -> optuna.samplers.BaseSampler:
