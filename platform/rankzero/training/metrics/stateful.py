@@ -120,7 +120,7 @@ class StatefulMetrics:
         return gathered
 
 
-def _modules(value: Any) -> Iterator[nn.Module]:
+def _modules(value: Any) -> Iterator[Any]:
     """Yield the modules in a tree: a user's object may hold objects of torchmetrics."""
     if isinstance(value, nn.Module):
         yield from value.modules()
