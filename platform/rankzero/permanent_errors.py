@@ -7,7 +7,7 @@ import errno
 _REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"}
 _NO_RIGHTS = {"UNAUTHENTICATED", "PERMISSION_DENIED"}
 # These depend on rights, a proxy or the load, and may change. Other 4xx codes reject the request.
-_MAY_CHANGE = {401, 403, 404, 408, 409, 425, 429}
+_MAY_CHANGE = {401, 403, 404, 407, 408, 409, 425, 429}
 # A file system never accepts these names.
 _BAD_NAME = {
     errno.ENAMETOOLONG,

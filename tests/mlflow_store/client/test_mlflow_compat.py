@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -250,6 +251,14 @@ def upload_to_a_server_that_answers(answer: bytes, folder: Path) -> None:
             f"http://127.0.0.1:{port}/api/2.0/mlflow-artifacts/artifacts/1"
         )
         repository.log_artifact(str(folder / "a.txt"))
+
+
+@pytest.mark.parametrize(("status", "is_refusal"), [(413, True), (407, False), (502, False)])
+def test_a_proxy_refuses_what_is_too_large_for_good(status: int, is_refusal: bool) -> None:
+    page = SimpleNamespace(status_code=status, text="<html>")
+    with pytest.raises(MlflowException) as raised:
+        mlflow_compat._verified(page, "/api/2.0/mlflow/runs/log-batch")
+    assert bool(refusal(raised.value)) == is_refusal
 
 
 def test_a_busy_server_does_not_say_how_long_the_courier_sleeps() -> None:

@@ -78,7 +78,12 @@ def _verified(response: Any, endpoint: str, *arguments: Any, **options: Any) -> 
         raise MlflowException(
             f"the answer to {endpoint} is empty: it was cut off, or the server is not MLflow"
         )
-    return _verify_rest_response(response, endpoint, *arguments, **options)
+    try:
+        return _verify_rest_response(response, endpoint, *arguments, **options)
+    except MlflowException as error:
+        # MLflow has no code for a status such as 413, by which a proxy refuses a large batch.
+        error.response = response  # type: ignore[attr-defined]
+        raise
 
 
 def _received(response: Any) -> None:
