@@ -77,6 +77,20 @@ def test_opening_again_finds_the_same_run(
     assert tracker.experiment_name(run.experiment_id) == "tests"
 
 
+def test_a_run_that_a_slow_server_created_twice_is_the_one_with_the_points(
+    tracker: MlflowRuns, folder: RunFolder, run: RunRecord
+) -> None:
+    client, tags = tracker._client, {"rankzero.uuid": folder.identity.uuid}
+    named = {"start_time": int(T0 * 1000), "run_name": folder.identity.name, "tags": tags}
+    other = client.create_run(run.experiment_id, **named)
+    # MLflow gives the lower id of two that are equal.
+    used = max(run.run_id, other.info.run_id)
+    tracker.start_attempt(used, started())
+    found = tracker.find_open_run(folder.identity)
+    assert found is not None and found.run_id == used
+    assert tracker.find_run(folder.identity.name).run_id == used
+
+
 def test_a_given_run_id_is_opened(
     tracker: MlflowRuns, run: RunRecord, tmp_path: Path, uri: str
 ) -> None:

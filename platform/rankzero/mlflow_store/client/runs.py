@@ -266,7 +266,9 @@ class MlflowRuns:
         return sorted(points, key=lambda point: (point.step, point.milliseconds))
 
     def _newest(self, experiment_ids: list[str], condition: str) -> RunRecord | None:
-        newest_first = ["attributes.start_time DESC"]
+        # A server may create a run after the client gave up, and then another one of the same time.
+        # Only the one that is delivered to has a claim.
+        newest_first = ["attributes.start_time DESC", f"tags.`{CLAIM}` DESC"]
         runs = self._client.search_runs(
             experiment_ids, condition, max_results=1, order_by=newest_first
         )
