@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -838,6 +839,20 @@ def test_a_line_that_is_not_whole_holds_up_no_end(folder: RunFolder, tracker: Me
     append(folder, steps(6, 7))
     deliver(deliverer)
     assert len(tracker.sent) == 7 and deliverer.complete
+
+
+def test_a_node_asks_less_and_less_for_a_run_that_is_not_there_yet(tmp_path: Path) -> None:
+    """Many nodes kept the server busy, so that node 0 took longer to create the run."""
+    folder, now, asked = make_folder(tmp_path), [100.0], list[float]()
+    append(folder, SystemSampled(T0, 0, {"system/node_1/cpu": 1.0}), node=1)
+    store: Any = SimpleNamespace(find_open_run=lambda *_: asked.append(now[0]))
+    waiting = Deliverer(folder, 1, lambda _: store, clock=lambda: now[0])
+    while now[0] < 160.0:
+        assert not waiting.work()
+        now[0] += 0.5
+    assert 4 < len(asked) < 12 and not waiting.state.retries.failures
+    waiting.hasten()
+    assert not waiting.work() and asked[-1] == now[0]
 
 
 def test_small_batches_are_collected(folder: RunFolder, tracker: MemoryStore) -> None:

@@ -267,6 +267,9 @@ class Deliverer:
         """Find or create the MLflow run. Return False while another process has yet to."""
         target = open_run.open_run(self._folder, self._node, self._connect, self.state.run_id)
         if target is None:
+            # A child looks for its parent's run on this disk, others ask the server.
+            if self._folder.identity.parent is None:
+                self._retry.postpone(Activity.OPEN)
             return False
         folder, node, run = self._folder, self._node, target.run
         # The nodes of an attempt share it, and only node 0 has the run's journal.

@@ -19,7 +19,7 @@ PAUSE_SECONDS = 5.0  # after an unexpected error
 
 @dataclasses.dataclass(frozen=True)
 class Backoff:
-    """The failures in a row of one kind of request, and when it is due again."""
+    """How often in a row one kind of request failed or came too early, and when it is due again."""
 
     failures: int = 0
     due: float = 0.0
@@ -60,24 +60,29 @@ class RetryPolicy:
         self._backoffs[kind] = dataclasses.replace(backoff, answers=answers)
         return answers
 
+    def postpone(self, kind: Hashable) -> None:
+        """Wait, and longer than the last time."""
+        backoff = self.of(kind)
+        # While MLflow accepts other requests, waiting helps nobody.
+        wait = 0.0 if backoff.answers else min(self._longest_wait, 2.0 ** min(backoff.failures, 10))
+        due = self._clock() + wait * random.uniform(0.5, 1.0)
+        self._backoffs[kind] = dataclasses.replace(backoff, failures=backoff.failures + 1, due=due)
+
     def failed(
         self, kind: Hashable, retries: Retries, error: str, *, answered: bool = False
     ) -> Retries:
         """Back off, and return the counts with this failure. An answer of MLflow is no outage."""
-        now, backoff = self._clock(), self.of(kind)
-        # While MLflow accepts other requests, waiting helps nobody.
-        wait = 0.0 if backoff.answers else min(self._longest_wait, 2.0 ** min(backoff.failures, 10))
-        due = now + wait * random.uniform(0.5, 1.0)
-        self._backoffs[kind] = dataclasses.replace(backoff, failures=backoff.failures + 1, due=due)
+        self.postpone(kind)
         outages = retries.outages
         if self._away_since is None and not answered:
-            outages, self._away_since = outages + 1, now
+            outages, self._away_since = outages + 1, self._clock()
         return Retries(retries.failures + 1, outages, retries.away_seconds, error)
 
     def succeeded(self, kind: Hashable, retries: Retries, *, reached: bool) -> Retries:
-        """Reset the kind's backoff, and return the counts. `reached` ends an outage."""
-        self._backoffs.pop(kind, None)
+        """Return the counts. `reached` resets the kind's backoff, and ends an outage."""
         away = retries.away_seconds
+        if reached:
+            self._backoffs.pop(kind, None)
         if reached and self._away_since is not None:
             away += self._clock() - self._away_since
             self._away_since = None
