@@ -42,6 +42,12 @@ def test_charts_and_sections_have_ids_also_without_a_goal() -> None:
         }
 
 
+def test_a_goal_has_its_name_in_mlflow() -> None:
+    state = unpacked(saved_view.tag_value("val/top5(acc)"))
+    assert "metrics.`val/top5_acc_`" in state["selectedColumns"]
+    assert "val/top5_acc_" in {card["metricKey"] for card in state["compareRunCharts"]}
+
+
 @pytest.mark.parametrize(
     "value", ["", "[]", "null", "{}", '{"createdAt": 1, "updatedAt": 2}', "deflate;xxx"]
 )

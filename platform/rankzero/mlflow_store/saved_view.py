@@ -13,6 +13,7 @@ import zlib
 from typing import Any
 
 from rankzero.metric_names import SPEED, WHOLE_RUN
+from rankzero.mlflow_store import limits
 
 _ID, _NAME = "rankzero", "RankZero"
 TAG = f"mlflow.sharedViewState.{_ID}"
@@ -54,6 +55,7 @@ _LINE: dict[str, Any] = {
 
 def tag_value(goal: str) -> str:
     """Return the value of `TAG` for an experiment whose goal metric is `goal`."""
+    goal = goal and limits.name(goal)
     columns = [
         # The best value first: MLflow's column of the goal has the newest.
         *(f"metrics.`{key}`" for key in (f"{WHOLE_RUN}/best", WHOLE_SPEED)),
