@@ -10,7 +10,7 @@ import pytest
 
 from rankzero.events import CheckpointDeleted, CheckpointSaved, ModelLogged, PicturesTaken, encode
 from rankzero.run_store import delivery_state
-from rankzero.run_store.delivery_state import DeliveryState, Queue, Task
+from rankzero.run_store.delivery_state import DeliveryState, Problems, Queue, Task
 from support.runs import T0, ended
 
 SAVED = CheckpointSaved(T0, 10, "checkpoints/step_00000010", True, {"val/accuracy": 0.5})
@@ -80,7 +80,7 @@ def test_a_file_of_an_earlier_version_is_read_and_written_again(tmp_path: Path) 
     unused = {"pending_bytes": OLD["pending_bytes"]}
     assert written.pop("checksums") == written.pop("user_tags") == {} and not written.pop("gone")
     assert written.pop("attempt_offset") == 0 and written.pop("other_began") == 0
-    assert written.pop("other_step") == -1
+    assert written.pop("other_step") == -1 and written.pop("later_remarks") == []
     assert {**written, **former, **unused} == OLD
     assert written["waiting"] == [word for word in OLD["waiting"] if word != "figures"]
     assert delivery_state.load(path).queue == state.queue
@@ -93,6 +93,16 @@ def test_an_unknown_upload_is_counted_and_the_rest_is_kept(tmp_path: Path, odd: 
     state = delivery_state.load(path)
     assert state.queue.waiting == (Task.ARTIFACTS,) and state.queue.ending is None
     assert state.problems.rejected == 3
+
+
+def test_what_is_altered_again_and_again_counts_once(tmp_path: Path) -> None:
+    problems = Problems()
+    for number in (*range(21), *[20] * 5, 0):
+        problems = problems.remark(f"tag {number}", "cut")
+    delivery_state.save(tmp_path / "delivery.json", DeliveryState(problems=problems))
+    problems = delivery_state.load(tmp_path / "delivery.json").problems
+    assert problems.remark("tag 20", "cut") == problems
+    assert problems.altered == 21 and len(problems.remarks) == 20
 
 
 def test_a_missing_file_is_a_new_state(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import dataclasses
 import enum
 import json
 import time
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -31,7 +32,7 @@ from rankzero.redaction.text import line_without_secrets
 from rankzero.run_store.folder import RunFolder, write_atomically
 from rankzero.run_store.journal import checksum_of_first
 
-_REASONS_KEPT = 20
+_REASONS_KEPT, _MARKS_KEPT = 20, 1000
 
 
 class Task(enum.Enum):
@@ -126,6 +127,8 @@ class Problems:
     """Things that MLflow has in another form: renamed, cut, infinite."""
     remarks: tuple[str, ...] = ()
     """The fate of the first of them, each once."""
+    later_remarks: tuple[int, ...] = ()
+    """The CRC-32 of the latest others, which count once as well."""
 
     def reject(self, what: str, reason: str) -> Problems:
         """Count something that is set aside, and remember the reason."""
@@ -135,10 +138,14 @@ class Problems:
     def remark(self, what: str, became: str) -> Problems:
         """Count something that MLflow gets in another form, and remember which."""
         line = f"{_shorten(what)}: {_shorten(became)}"
-        if line in self.remarks:
+        mark = zlib.crc32(line.encode("utf-8", "surrogatepass"))
+        if line in self.remarks or mark in self.later_remarks:
             return self
-        remarks = (*self.remarks, line)[:_REASONS_KEPT]
-        return dataclasses.replace(self, altered=self.altered + 1, remarks=remarks)
+        counted = dataclasses.replace(self, altered=self.altered + 1)
+        if len(self.remarks) < _REASONS_KEPT:
+            return dataclasses.replace(counted, remarks=(*self.remarks, line))
+        later = (*self.later_remarks, mark)[-_MARKS_KEPT:]
+        return dataclasses.replace(counted, later_remarks=later)
 
 
 @dataclasses.dataclass(frozen=True)
