@@ -74,6 +74,17 @@ def litter(folder: RunFolder) -> dict[str, Path]:
     return left
 
 
+def test_a_full_disk_gets_its_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def savez(file: io.BufferedWriter, **_: object) -> None:
+        file.write(b"part")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", savez)
+    with pytest.raises(OSError, match="No space"):
+        picture_files.write(tmp_path / "pictures" / "x.npz", arrays())
+    assert not list((tmp_path / "pictures").iterdir())
+
+
 def test_only_files_of_a_killed_writer_are_removed(folder: RunFolder) -> None:
     left = litter(folder)
     named = folder.pictures / "step_00000005_1800000000000.npz"

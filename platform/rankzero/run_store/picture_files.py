@@ -37,19 +37,18 @@ def write(path: Path, arrays: Mapping[str, Any], max_bytes: int = MAX_BYTES) -> 
 
     size = sum(array.nbytes for array in arrays.values())
     if size > max_bytes:
-        raise ValueError(
-            f"pictures of {size >> 20} MiB are too large; at most {max_bytes >> 20} MiB are kept"
-        )
+        raise ValueError(f"{size >> 20} MiB of pictures are too large: at most {max_bytes >> 20}")
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "wb", opener=symlinks.no_follow) as file:
-        np.savez(file, **arrays)
-    temporary.replace(path)
-    marks = path.parent.parent / _DONE
+    try:
+        with open(temporary, "wb", opener=symlinks.no_follow) as file:
+            np.savez(file, **arrays)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     # A run without this file is of a version that made no marks.
     with contextlib.suppress(OSError):
-        if not marks.exists():
-            open(marks, "a", encoding="utf-8", opener=symlinks.no_follow).close()
+        (path.parents[1] / _DONE).touch(exist_ok=False)  # follows no link
 
 
 def clear(folder: RunFolder) -> None:
