@@ -23,6 +23,7 @@ from rankzero.run_store import delivery_state
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
 from support.runs import of_kind
+from support.syncs import recorded
 
 
 @pytest.fixture
@@ -64,6 +65,14 @@ def test_model_is_delivered_as_it_was_and_loads_in_mlflow(run: TrackedRun) -> No
     assert (found.name, found.tags["rankzero.step"], found.status) == ("net", "7", "READY")
     loaded = mlflow.pytorch.load_model(found.artifact_location)
     torch.testing.assert_close(loaded(x), wanted)
+
+
+def test_a_logged_model_is_synced(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    order, folder = recorded(monkeypatch), folder_of(run)
+    run.log_model(nn.Linear(3, 1), input_example=torch.ones(2, 3), step=1)
+    (model,) = folder.models.iterdir()
+    assert {path for path in model.rglob("*") if path.is_file()} <= set(order)
+    assert folder.models in order, "its name, too"
 
 
 def test_second_delivery_adds_no_second_model(run: TrackedRun) -> None:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from rankzero.events import ModelLogged
 from rankzero.mlflow_store import limits
+from rankzero.run_store import disk
 from rankzero.run_store.folder import RunFolder
 from rankzero.training.checkpoints import mlflow_model
 
@@ -31,6 +32,8 @@ def keep(folder: RunFolder, model: Any, name: str, example: Any, step: int) -> M
     with tempfile.TemporaryDirectory(dir=folder.models, prefix=".tmp-") as aside:
         mlflow_model.save_traced(module, tensors, Path(aside, "model"))
         Path(aside, "model").rename(target)
+    # The journal names it next, and the courier may upload it after a power loss.
+    disk.sync_all(target.rglob("*"), folder.path)
     return ModelLogged(now, step, f"{folder.models.name}/{target.name}", name)
 
 
