@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from torch.utils.data import DataLoader
 
 from rankzero.events import Evaluated, RunEnded, StepsLogged
 from rankzero.integrations.deferred_run import DeferredRun
@@ -209,6 +210,20 @@ def test_second_forked_training_counts_on_from_the_first(words: list[str]) -> No
     assert output.count("child 0") == 2 and "earlier attempt" not in output
     (folder,) = Path("mlruns/runs").iterdir()
     assert [one.step for one in of_kind(folder, Evaluated)] == [1, 2]
+
+
+def test_spawned_process_that_loads_data_with_the_run_leaves_it_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = DeferredRun("mine", offline=True)
+    run.begin_training()
+    loader = DataLoader([run], num_workers=1, multiprocessing_context="spawn")
+    # The process gets a copy of the run, and ends.
+    command = [sys.executable, "-c", ""]
+    monkeypatch.setattr("multiprocessing.spawn.get_command_line", lambda **_: command)
+    iter(loader)
+    assert not run.is_over
+    run.end()
 
 
 def test_second_spawned_training_counts_on_from_the_first() -> None:

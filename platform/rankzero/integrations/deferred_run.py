@@ -42,12 +42,13 @@ class DeferredRun:
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs to continue the run as a new attempt."""
         # One process writes a run: from now on, the process that is spawned with the copy.
-        if get_spawning_popen() is not None:
+        moves = get_spawning_popen() is not None and not _loads_data()
+        if moves:
             self.end()
         options = self._options if self._run is None else {**self._options, "name": self._run.name}
         state = {**vars(self), "_options": options, "_run": None}
         # A strategy spawns processes to train there, or to test.
-        self._has_trained |= get_spawning_popen() is not None
+        self._has_trained |= moves
         return state
 
     @property
@@ -179,3 +180,9 @@ class DeferredRun:
         """End a training whose end the framework has not reported, since it raised an exception."""
         if self._run is not None and self._run.unless_ended is not None:
             self._run.finish(self._run.unless_ended)
+
+
+def _loads_data() -> bool:
+    """Return whether a `DataLoader` spawns the process. Its data set may hold the trainer."""
+    frames = traceback.walk_stack(sys._getframe())
+    return any(frame.f_globals["__name__"] == "torch.utils.data.dataloader" for frame, _ in frames)
