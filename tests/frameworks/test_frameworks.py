@@ -334,6 +334,9 @@ tracker.attach_output_handler(tester, Events.COMPLETED, "test",
 trainer.run(range(3), max_epochs=1)
 tester.run([1.0])
 assert not OPEN
+trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: trainer.terminate(skip_completed=True))
+trainer.run(range(3), max_epochs=1)
+assert not OPEN
 """
 
 

@@ -63,6 +63,7 @@ class RankZeroHandler(BaseLogger):
         engine.add_event_handler(Events.STARTED, self._started)
         engine.add_event_handler(Events.ITERATION_COMPLETED, self._iteration)
         engine.add_event_handler(Events.COMPLETED, self._completed)
+        engine.add_event_handler(Events.TERMINATE, self._terminated)
         engine.add_event_handler(Events.EXCEPTION_RAISED, self._exception)
         if log_handler is not None:
             log_handler.add_event_handler(Events.COMPLETED, self._evaluated, engine)
@@ -104,6 +105,10 @@ class RankZeroHandler(BaseLogger):
     def _completed(self, trainer: Engine) -> None:
         self._evaluated_at = None
         self._run.end()
+
+    def _terminated(self, trainer: Engine) -> None:
+        if trainer.should_terminate == "skip_completed":  # Then nothing is completed.
+            self._completed(trainer)
 
     def _iteration(self, trainer: Engine) -> None:
         values = {f"train/{name}": value for name, value in _metrics(trainer.state.output).items()}
