@@ -259,13 +259,14 @@ def test_settings_and_options_become_arguments(
             nproc=nproc,
             no_probe=True,
             new=False,
+            tag=("a=1", "b=2"),
             dir=tmp_path,
             offline=False,
         )
     assert called == [
         [
             *("search", f"{TINY}:Tiny", "train.epochs=7", "lr=0.1", "--minutes=2.5"),
-            *(*words, f"--dir={tmp_path}", "--no-probe", "--no-offline"),
+            *(*words, f"--dir={tmp_path}", "--no-probe", "--tag=a=1", "--tag=b=2", "--no-offline"),
         ]
     ]
 

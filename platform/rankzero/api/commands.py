@@ -264,7 +264,7 @@ def _words(verb: str, experiment: object) -> list[str]:
 def _options(**wanted: Any) -> Iterator[str]:
     """Yield keywords as options: nothing for None and False, the bare option for True.
 
-    A list gives an option several times, and so does a mapping: ``tag={"team": "vision"}``.
+    A list gives an option several times, and so do a tuple and a mapping: ``tag={"a": "b"}``.
     """
     for name, value in wanted.items():
         # An empty folder means the default one, as in `results.run`.
@@ -277,7 +277,7 @@ def _options(**wanted: Any) -> Iterator[str]:
             yield option
         elif value is False and name == "offline":
             yield "--no-offline"  # RANKZERO_OFFLINE may say otherwise
-        elif isinstance(value, list):
+        elif isinstance(value, (list, tuple)):
             yield from (f"{option}={one}" for one in value)
         elif value is not None and value is not False:
             yield f"{option}={value}"
