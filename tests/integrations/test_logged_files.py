@@ -61,6 +61,7 @@ def test_everything_is_delivered_as_it_was_before_the_run_ends(run: TrackedRun) 
     run.log_artifact("data")
     run.log_artifact("c.txt", "below/here")
     run.log_text("hello", "notes/hello.txt")
+    run.log_text("long", "n" * 250)
     run.log_dict({"a": [1, 2]}, "values.json")
     run.log_dict({"a": {"b": 1}}, "values.yaml")
     run.log_figure(figure, "figures/curve.svg")
@@ -78,7 +79,7 @@ def test_everything_is_delivered_as_it_was_before_the_run_ends(run: TrackedRun) 
     }
     assert texts.keys() == {
         *("data/a.txt", "data/deep/b.txt", "below/here/c.txt", "notes/hello.txt"),
-        *("values.json", "values.yaml", "figures/curve.svg", "black.png"),
+        *("values.json", "values.yaml", "figures/curve.svg", "black.png", "n" * 250),
     }
     for name in ("data/a.txt", "data/deep/b.txt", "below/here/c.txt"):
         assert texts[name] == "as it was"

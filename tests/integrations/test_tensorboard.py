@@ -46,7 +46,7 @@ def test_calls_of_scripts_reach_mlflow() -> None:
         writer.add_image("flat", np.zeros((8, 6, 3), np.uint8), 3, dataformats="hwc")
         writer.add_images("batch", torch.rand(20, 3, 8, 8, dtype=torch.bfloat16), 3)
         writer.add_figure("curve", [Figure(), Figure()], 3)
-        writer.add_text("note", "a text", 3)
+        writer.add_text("note", "a text", 3.0)
         writer.add_text("/all", "of it")
         writer.add_hparams({"lr": 0.1}, {"hparam/loss": 0.25})
         writer.add_hparams({"lr": 0.2}, {"hparam/loss": 0.5})

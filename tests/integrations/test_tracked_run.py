@@ -191,6 +191,7 @@ def test_configs_become_params() -> None:
     assert params_of({}) == params_of(Namespace()) == {}
     for config in (More, More(), Fields(0.1, 1), Pair(0.1, 1), Converted()):
         assert params_of(config) == {"lr": "0.1", "epochs": "1"}
+    assert params_of({"sizes": (np.int64(3), Path("a"))}) == {"sizes": '["3", "a"]'}
     assert params_of({"net": Fields(0.1, 1)}) == {"net.lr": "0.1", "net.epochs": "1"}
     with pytest.raises(rankzero.ConfigError, match="a dataclass or an object with attributes"):
         params_of(3)
@@ -257,6 +258,11 @@ def test_refused_config_leaves_no_run() -> None:
     number: Any = 5
     with pytest.raises(rankzero.ConfigError, match="name: must be a text such as 'digits', got 5"):
         rankzero.track("mine", name=number)
+    text: Any = "val/acc"
+    with pytest.raises(
+        rankzero.ConfigError, match=r"goal: must be a Goal such as .* got 'val/acc'"
+    ):
+        rankzero.track("mine", goal=text)
     assert not Path("mlruns").exists()
 
 
@@ -555,6 +561,27 @@ def test_values_of_a_gpu_are_read_after_the_streams_that_copied_them(
     assert values.to_floats(kept, print) == [2.0, 2.0]
     assert waited == ["side"], "once for all values, and for no other stream"
     assert values.to_floats(kept, print) == [2.0, 2.0] and waited == ["side"]
+
+
+def test_stream_of_a_value_is_kept_while_another_thread_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept, waited = list[Any](), list[str]()
+
+    class Side:
+        def synchronize(self) -> None:
+            waited.append("side")
+
+        def __hash__(self) -> int:
+            if len(kept) == 1:  # as if it read while this stream is noted
+                values.to_floats([kept.pop()], print)
+            return 1
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Side())
+    kept.append(values.snapshot(torch.tensor(2.0).as_subclass(OnGpu)))
+    last = values.snapshot(torch.tensor(2.0).as_subclass(OnGpu))
+    assert values.to_floats([last], print) == [2.0]
+    assert waited == ["side", "side"]
 
 
 class OnGpu(torch.Tensor):

@@ -24,7 +24,7 @@ def render(value: object) -> str:
         case bool():
             return str(value).lower()
         case tuple():
-            return json.dumps(value, ensure_ascii=False)
+            return json.dumps(value, ensure_ascii=False, default=str)
         case _:
             return str(value)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from rankzero.config import yaml_text
 from rankzero.events import ArtifactLogged, PicturesTaken
-from rankzero.integrations.own_loop.values import Tell, plain_value
+from rankzero.integrations.own_loop.values import Tell, plain_value, to_float
 from rankzero.run_store import picture_files
 from rankzero.run_store.folder import RunFolder, is_hidden_artifact
 
@@ -113,8 +113,9 @@ def write(folder: RunFolder, name: str, save: Callable[[Path], object]) -> Artif
     target.parent.mkdir(parents=True, exist_ok=True)
     if not target.parent.resolve().is_relative_to(folder.artifacts.resolve()):
         raise ValueError(f"{name!r} leads out of the run's folder")
-    # The end of the name decides a figure's format.
-    temporary = target.with_name(f".{os.getpid()}-{threading.get_native_id()}-{target.name}")
+    # The end of the name decides a figure's format. The whole name may fill the 255 bytes.
+    end = target.name[-50:]
+    temporary = target.with_name(f".{os.getpid()}-{threading.get_native_id()}-{end}")
     try:
         save(temporary)
         temporary.replace(target)
@@ -123,9 +124,9 @@ def write(folder: RunFolder, name: str, save: Callable[[Path], object]) -> Artif
     return ArtifactLogged(time.time(), str(target.relative_to(folder.path)))
 
 
-def text_name(tag: str, step: int | None) -> str:
+def text_name(tag: str, step: Any) -> str:
     """Return the name of the artifact that has a text, logged by its tag and step."""
-    return f"text/{tag}.md" if step is None else f"text/{tag}/step_{step}.md"
+    return f"text/{tag}.md" if step is None else f"text/{tag}/step_{to_float(step):.0f}.md"
 
 
 def save_dict(values: Mapping[str, Any], path: Path) -> None:

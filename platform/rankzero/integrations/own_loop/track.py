@@ -133,6 +133,8 @@ def _known(runs: Path, name: str) -> tuple[Goal | None, int | None]:
 
 def _params(config: object, goal: Goal | None) -> tuple[dict[str, str], list[tuple[str, str]]]:
     """Return the params of a run, and the notes on them for `TrackedRun.tell`."""
+    if not isinstance(goal, Goal | None):
+        raise ConfigError(f"goal: must be a Goal such as Goal('val/loss', 'min'), got {goal!r}")
     notes = list[tuple[str, str]]()
     goals = {} if goal is None else {f"goal.{k}": value for k, value in params_of(goal).items()}
     params = {**params_of(config, lambda *note: notes.append(note)), **goals}

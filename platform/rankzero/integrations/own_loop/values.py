@@ -72,7 +72,8 @@ def to_floats(values: list[Any], notice: Callable[[str], None]) -> list[float]:
         try:
             assert torch is not None
             # The loop may have copied them on another stream than this thread reads on.
-            for stream in _WRITTEN.pop(device, ()):
+            for stream in tuple(streams := _WRITTEN.get(device, set())):
+                streams.discard(stream)  # Another thread may add it at any time.
                 stream.synchronize()
             column = torch.stack([t.reshape(()).double() for t in tensors]).tolist()
         except Exception as error:  # One odd tensor, or a failed device.
