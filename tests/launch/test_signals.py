@@ -111,6 +111,22 @@ def test_a_service_manager_and_the_program_that_forwards_ask_once(
         assert agent.printed() == "SIGQUIT" and signals.received == [signal.SIGTERM, second]
 
 
+def test_workers_that_hang_after_a_second_signal_are_killed(agent: Agent) -> None:
+    now = 100.0
+    with SignalForwarder(clock=lambda: now) as signals, signals.to_workers() as workers:
+        agent.start(workers)
+        for gets in ("SIGINT", "SIGQUIT"):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert agent.printed() == gets
+        now += 9.0
+        workers.kill_late()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert agent.printed() == "SIGQUIT"
+        now += 1.0
+        workers.kill_late()
+        assert agent.workers[-1].wait(10) == -signal.SIGKILL
+
+
 @pytest.mark.parametrize(("of_trial", "stops"), [(False, True), (True, False)])
 def test_sigusr2_asks_to_stop_unless_a_search_prunes_by_it(of_trial: bool, stops: bool) -> None:
     with SignalForwarder(of_trial=of_trial) as signals, signals.to_workers() as workers:

@@ -31,6 +31,7 @@ class Observer:
         self.is_stopped = False
         self.reports: list[str] = []
         self.pids: list[int] = []
+        self.looks = 0
 
     def starting(self) -> None:
         self.reports.append("starting")
@@ -42,6 +43,9 @@ class Observer:
 
     def stopping(self) -> None:
         self.reports.append("stopping")
+
+    def kill_late(self) -> None:
+        self.looks += 1
 
 
 def run_agent(folder: Path, observer: Observer) -> bool:
@@ -65,6 +69,7 @@ def test_agent_reports_each_start_and_stop_of_its_workers(tmp_path: Path) -> Non
     observer = Observer()
     assert run_agent(tmp_path, observer)
     assert observer.reports[:5] == ["starting", "started", "stopping", "starting", "started"]
+    assert observer.looks >= 2
     pids = {int(path.name) for path in (tmp_path / "pids").iterdir()}
     assert set(observer.pids) == pids and len(pids) == 4
 

@@ -4,6 +4,7 @@
     none (rendezvous, between starts)     ends the launch; there is nothing to save
     starting                              waits until they exist and have signal handlers
     running                               is forwarded: the first asks to stop, a second one ends
+    running 10 s after a second one       are killed: they may hang in C, where no handler runs
     ended                                 is kept in `received`, for the wait for the delivery
 
 Signal handlers of the package: `SignalForwarder` (launcher, trial host, a wait for MLflow),
@@ -17,6 +18,7 @@ from the user's program to the command).
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -35,6 +37,7 @@ _FORWARDED = {
 _REPEATED = frozenset({signal.SIGTERM, signal.SIGHUP})
 """A service manager sends both, and to every process; a program that gets them forwards them."""
 _REPEATED_SECONDS = 2.0
+_END_SECONDS = 10.0
 _BLOCKED = frozenset({*_FORWARDED, signal.SIGQUIT})
 """Signals that wait until a new worker has handlers."""
 _UNBLOCKS = "unblocks_signals"
@@ -94,7 +97,7 @@ class SignalForwarder:
 
         Raises LaunchStopped when a signal asks to stop and no worker can get it.
         """
-        self._workers = Workers()
+        self._workers = Workers(self._clock)
         try:
             if self.received:
                 raise LaunchStopped(f"stopped by {self.received[0].name} before it began")
@@ -125,7 +128,8 @@ class SignalForwarder:
 class Workers:
     """The worker processes of one launch. A `torch_compat.ObservedAgent` reports to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._kill_at = clock, math.inf
         self._pids: list[int] | None = None
         """The running workers'; None: there are none, or they are starting."""
         self._starting = False
@@ -141,7 +145,14 @@ class Workers:
         """Send `number`. Raises LaunchStopped, out of the agent, where there are no workers."""
         self._stopped_by = received
         self._require_some(received)
+        if number == signal.SIGQUIT:
+            self._kill_at = min(self._kill_at, self._clock() + _END_SECONDS)
         self.send(number)
+
+    def kill_late(self) -> None:
+        """Kill the running workers if a second signal should have ended them by now."""
+        if self._clock() >= self._kill_at:
+            self.send(signal.SIGKILL)
 
     def kill(self) -> None:
         """Kill each worker. Raises LaunchStopped where there are none: other machines are late."""

@@ -79,6 +79,7 @@ class ObservedAgent(LocalElasticAgent):
         return ids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._observer.kill_late()
         # The agent alone would look every so often. This one looks once a worker returns or ends.
         workers: Any = self._pcontext
         returned = [queue._reader for queue in workers._ret_vals.values()]
