@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -85,6 +87,17 @@ def test_a_file_of_the_current_folder_hides_no_module_from_an_actor(
     node.start(str(tmp_path), os.environ, 1, ["-c", "import statistics; print('theirs', end='')"])
     with node._process, node._errors:
         assert node.read() == b"theirs" and node.end()[0] == 0
+
+
+@pytest.mark.parametrize(("options", "says"), [([], True), (["num_gpus=0"], False)])
+def test_a_training_on_a_cluster_without_gpus_says_so(
+    options: list[str], says: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ray = MagicMock()
+    ray.cluster_resources.return_value = {"CPU": 4.0}
+    words = argparse.Namespace(processes=2, machines=1, training=["-m"], options=options)
+    ray_actor._start(ray, words)
+    assert ("add `-- num_gpus=2`" in capsys.readouterr().err) == says
 
 
 def test_nested_numbers_of_threads_keep_no_actor_from_starting(

@@ -198,6 +198,9 @@ def _start(ray: Any, arguments: argparse.Namespace) -> list[Any]:
     chosen: dict[str, Any] = {"num_cpus": processes, "max_restarts": 0, "max_concurrency": 2}
     if ray.cluster_resources().get("GPU"):
         chosen["num_gpus"] = processes
+    elif arguments.training and "num_gpus" not in config.parse_assignments(arguments.options):
+        line = "the cluster has no GPU now: training without. To wait for GPUs, add"
+        print(f"{line} `-- num_gpus={processes}`", file=sys.stderr, flush=True)
     for name, text in config.parse_assignments(arguments.options).items():
         chosen[name] = text
         with contextlib.suppress(ValueError):
