@@ -180,8 +180,7 @@ def _handler(topology: Topology, folder: RunFolder | None, notice: Callable[[str
     if machines.number != 0 and not machines.is_served():
         notice(f"nothing answers at {machines.endpoint} yet: waiting for the first machine")
     handler = meeting.handler_of(parameters, machines, folder, notice)
-    if topology.silence_seconds is not None:
-        rendezvous.limit_silence(machines.endpoint, topology.silence_seconds)
+    rendezvous.limit_silence(machines.endpoint, topology.silence_seconds)
     return handler
 
 

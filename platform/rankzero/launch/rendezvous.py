@@ -43,14 +43,14 @@ def handler_of_one_agent(parameters: Any) -> Any:
     return create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
 
 
-def limit_silence(endpoint: str, seconds: float) -> None:
+def limit_silence(endpoint: str, seconds: float | None) -> None:
     """Let the kernel end this process's connections to ``HOST:PORT`` after so long a silence.
 
     torchrun's agent writes to its rendezvous every few seconds and waits for an answer without a
     limit. Over a link that is cut, Linux would report no error for a quarter of an hour. The agent
-    would not see meanwhile that its ranks have ended.
+    would not see meanwhile that its ranks have ended. None: no limit.
     """
-    if sys.platform != "linux":
+    if seconds is None or sys.platform != "linux":
         return
     port = endpoint.rpartition(":")[2]
     for one in psutil.Process().net_connections("tcp"):
