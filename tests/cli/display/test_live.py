@@ -31,7 +31,8 @@ REASON = "cannot read [/data/x.pt]: no key [train] of :key: [red]"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    return make_folder(tmp_path / "[" / "root]", experiment="of [/us]")
+    root = tmp_path / "[" / "root]"
+    return make_folder(root, f"sqlite:///{root}/mlflow.db", experiment="of [/us]")
 
 
 def test_text_like_markup_is_printed_as_it_is(
