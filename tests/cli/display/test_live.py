@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from cli.test_launch_run import finish
+from rankzero.cli.commands import logs
 from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.live import Console, command, look
 from rankzero.cli.display.terminal import table_console
+from rankzero.errors import FAILED, RESUMABLE
 from rankzero.events import Evaluated
 from rankzero.experiment import Goal
 from rankzero.reporting import run_report
@@ -75,6 +77,13 @@ def test_run_with_odd_names_is_followed_to_its_end(
     assert console.ended is not None and console.ended.status == "FINISHED"
     output = capsys.readouterr().out
     assert f"{ODD} 0.5" in output and REASON in output, output
+
+
+def test_a_stopped_run_is_followed_to_the_exit_code_of_its_command(folder: RunFolder) -> None:
+    append(folder, started(), ended("KILLED"))
+    assert logs._follow(folder, 0) == FAILED, "it has no checkpoint"
+    (folder.checkpoints / "step_00000003").mkdir(parents=True)
+    assert logs._follow(folder, 0) == RESUMABLE
 
 
 def test_output_without_ends_of_lines_hides_nothing_after_it(

@@ -24,7 +24,6 @@ _LOOK_SECONDS = 0.2
 _RESTART_SECONDS = 5.0
 # Without a live writer: until a run starts, or its recorder has written how it ended.
 _SILENT_SECONDS = 20.0
-_EXIT_CODES = {"FINISHED": FINISHED, "FAILED": FAILED, "KILLED": RESUMABLE}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +85,13 @@ def _follow(folder: RunFolder, rank: int) -> int:
         console.notice(f"{name} died and its end was not recorded: {again} records it")
         return FAILED
     console.result(console.ended)
-    return _EXIT_CODES[console.ended.status]
+    return _exit_code(folder, console.ended.status)
+
+
+def _exit_code(folder: RunFolder, status: str) -> int:
+    if status == "KILLED":
+        return RESUMABLE if any(folder.checkpoints.glob("step_*")) else FAILED
+    return FINISHED if status == "FINISHED" else FAILED
 
 
 def _wait_for_the_end(folder: RunFolder, console: Console) -> None:
