@@ -14,7 +14,7 @@ from rankzero.errors import UserError
 DETAILS = Details(
     params={"lr": "0.01", "augment": "true", "widths": "[64, 128]"},
     metrics={"val/accuracy": 0.8, "val/loss": 0.3, "lr": 1e-9, "gap": math.nan},
-    tags={"cmd": "a=b!"},
+    tags={"cmd": "a=b!", "release": "1.10"},
 )
 ONE = Summary(
     "a",
@@ -70,6 +70,9 @@ ONE = Summary(
         ("parent=s", False),
         ("parent!=s", False),
         ("status>3", False),
+        ("release=1.1", False),
+        ("release!=1.1", True),
+        ("release<2", True),
     ],
 )
 def test_a_condition_holds_for_a_run(word: str, holds: bool) -> None:
@@ -100,14 +103,14 @@ def test_a_key_that_no_run_has_is_an_error() -> None:
 
 
 def test_a_condition_on_a_run_or_a_parent_finds_children() -> None:
-    child = ONE._replace(name="s-t00", parent="s")
+    child = ONE._replace(name="s-t00", parent="s", mlflow_run_id="c1")
 
     def found(*words: str, everything: bool = False) -> list[str]:
         conditions = [parse(word) for word in words]
         among = candidates([ONE, child], conditions, everything=everything)
         return [run.name for run in select(among, conditions)]
 
-    assert found("parent=s") == found("run=s-t00") == ["s-t00"]
+    assert found("parent=s") == found("run=s-t00") == found("id=c1") == ["s-t00"]
     assert found("parent=s*") == ["s-t00"] and found("run=*") == [ONE.name]
     assert found() == found("run!=x") == [ONE.name]
     assert found("run!=x", everything=True) == [ONE.name, "s-t00"]

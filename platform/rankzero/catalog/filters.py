@@ -68,8 +68,10 @@ class _Condition:
         left, right = _number(value), _number(self.value)
         if self.sign in _COMPARE:
             return left is not None and right is not None and _COMPARE[self.sign](left, right)
-        # The text first: NaN does not equal itself.
-        is_equal = self._matches(str(value)) or (right is not None and left == right)
+        # The text first: NaN does not equal itself. A tag is a text, such as a version: 1.1, 1.10.
+        is_equal = self._matches(str(value)) or (
+            right is not None and left == right and value is not run.tags.get(self.key)
+        )
         return is_equal != (self.sign == "!=")
 
     def _matches(self, text: str) -> bool:
@@ -108,7 +110,8 @@ def candidates(
     pattern names no run.
     """
     names = any(
-        one.sign == "=" and (one.key == "parent" or (one.key == "run" and "*" not in one.value))
+        one.sign == "="
+        and (one.key == "parent" or (one.key in ("run", "id") and "*" not in one.value))
         for one in conditions
     )
     return [run for run in runs if everything or names or run.parent is None]
