@@ -25,7 +25,7 @@ from rankzero.run_store import delivery_state
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.provenance import OWN_LOOP
 from rankzero.tracking.deliverer import Deliverer
-from support.runs import T0, append, ended, evaluated, make_folder, settle, started, steps
+from support.runs import T0, append, ended, evaluated, make_folder, saved, settle, started, steps
 
 
 def test_a_summary_has_the_status_and_the_newest_values(tmp_path: Path) -> None:
@@ -303,6 +303,16 @@ def test_a_run_that_changed_just_now_is_not_cached(tmp_path: Path) -> None:
     settle(folder)
     lookup.listed(tmp_path / "runs")
     assert (tmp_path / "runs" / summary_cache.HEADS).exists()
+
+
+def test_checkpoints_that_a_person_deletes_count_no_more(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    append(folder, started(), saved(folder, 3, size=1 << 16), ended())
+    for path in (folder.checkpoints, folder.events, folder.path):
+        os.utime(path, (1e9, 1e9))
+    before = lookup.listed(tmp_path / "runs")[0].bytes
+    shutil.rmtree(folder.checkpoints / "step_00000003")
+    assert lookup.listed(tmp_path / "runs")[0].bytes <= before - (1 << 16)
 
 
 def test_a_delivery_shows_in_the_next_list(tmp_path: Path) -> None:

@@ -108,15 +108,19 @@ def signature(folder: str) -> str:
     """Return a text that changes whenever the run's summary would; nothing without a journal.
 
     Every file of the folder but the journal is replaced, which changes the folder's time.
+    Other folders than its checkpoints do not count.
     """
     # Thousands of them: `Path` would take twice the time.
     try:
         events = os.stat(f"{folder}/{EVENTS}")  # noqa: PTH116
         changed = os.stat(folder).st_mtime_ns  # noqa: PTH116
-        # The version last: earlier ones had the first settings of a run, or another best value.
-        return f"{changed} {events.st_mtime_ns} {events.st_size} 4"
     except OSError:
         return ""
+    # People delete checkpoints to free a disk.
+    with contextlib.suppress(OSError):
+        changed = max(changed, os.stat(f"{folder}/checkpoints").st_mtime_ns)  # noqa: PTH116
+    # The version last: earlier ones had the first settings of a run, or another best value.
+    return f"{changed} {events.st_mtime_ns} {events.st_size} 4"
 
 
 def _lines(path: Path) -> list[str]:
