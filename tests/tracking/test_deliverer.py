@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import pickle
@@ -853,6 +854,18 @@ def test_a_node_asks_less_and_less_for_a_run_that_is_not_there_yet(tmp_path: Pat
     assert 4 < len(asked) < 12 and not waiting.state.retries.failures
     waiting.hasten()
     assert not waiting.work() and asked[-1] == now[0]
+
+
+def test_a_full_disk_of_the_run_is_no_outage_of_mlflow(
+    folder: RunFolder, tracker: MemoryStore
+) -> None:
+    append(folder, started(), steps(1, 2), saved(folder, 2), ended())
+    deliverer, path = deliverer_to(tracker, folder), state.path_of(folder, 0)
+    deliverer._path = path.parent / "full" / path.name
+    for _ in range(100):
+        with contextlib.suppress(FileNotFoundError):
+            deliverer.work()
+    assert deliverer.complete and tracker.checkpoints and not deliverer.state.retries.failures
 
 
 def test_small_batches_are_collected(folder: RunFolder, tracker: MemoryStore) -> None:

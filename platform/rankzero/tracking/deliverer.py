@@ -155,6 +155,9 @@ class Deliverer:
         except Exception as error:
             return self._handle(error, activity, target)
         self._succeeded(activity, done)
+        # Not above: an error of the run's own disk is no outage of MLflow.
+        if done and not self._items:
+            self.commit()
         return done
 
     def hasten(self) -> None:
@@ -288,7 +291,6 @@ class Deliverer:
         open_run.refuse_older(folder, other, is_new)
         self._claim = run.tags.get(CLAIM)
         self._target, self._look_at = target, self._clock() + _LOOK_SECONDS
-        self.commit()
         return True
 
     def _look(self, activity: Activity, target: Target) -> None:
@@ -392,7 +394,7 @@ class Deliverer:
             case RunEnded():
                 store.close_run(run.run_id, item)
                 self._queue_page(ended=True)
-        self._drop_item()
+        self._items.popleft()
 
     def _queue_page(self, *, ended: bool) -> None:
         """Note that the end needs no more requests, and that the page comes next.
@@ -402,11 +404,6 @@ class Deliverer:
         uploads = [one for one in self.state.queue.awaited if one is not Task.PAGE]
         waiting = (Task.PAGE, *uploads, Task.PAGE_UPDATE)
         self._change_queue(ending=None, ended=ended, waiting=waiting)
-
-    def _drop_item(self) -> None:
-        self._items.popleft()
-        if not self._items:
-            self.commit()
 
     def _upload(self, target: Target) -> None:
         item = self.state.queue.waiting[0]
@@ -418,7 +415,6 @@ class Deliverer:
                 self.state = state
         # Only now: a crash before this repeats the upload, which is harmless.
         self._change_queue(waiting=self.state.queue.waiting[1:])
-        self.commit()
 
     def _set_aside(self, activity: Activity, reason: str) -> None:
         """Count the refused item or upload and continue. A batch is first divided."""
@@ -440,7 +436,9 @@ class Deliverer:
         if isinstance(item, RunEnded):
             self._queue_page(ended=False)
         self._reject(name_of(item), reason)
-        self._drop_item()
+        self._items.popleft()
+        if not self._items:
+            self.commit()
 
     def _abandon(self, gone: RunGone) -> None:
         """Stop: the run was deleted in MLflow, or another machine has continued it.
