@@ -71,11 +71,7 @@ def track(
     writes that run. The methods of the run never raise, except `TrackedRun.latest`.
     """
     mine = _detected_ranks()
-    # True only while a process that multiprocessing spawns imports the script: Python's own guard.
-    if is_import := getattr(current_process(), "_inheriting", False):
-        text = "a process of multiprocessing imports this script, and track() does nothing in it"
-        print(f"note: {text}; put it below `if __name__ == '__main__':`")
-    if is_import or not mine.first:
+    if not mine.first or _only_imports():
         return NullTrackedRun()
     # A wrong config must fail before anything is on the disk.
     _require_texts(experiment=experiment, name="" if name is None else name)
@@ -95,6 +91,15 @@ def track(
     for about, text in (*notes, *_notes(run, experiment, root / "runs" / identity.name)):
         run.tell(about, text)
     return run
+
+
+def _only_imports() -> bool:
+    """Return, with a note, whether this process imports the script for multiprocessing."""
+    # Python's own guard reads it, too. It is True during this import alone.
+    if found := getattr(current_process(), "_inheriting", False):
+        text = "a process of multiprocessing imports this script, and track() does nothing in it"
+        print(f"note: {text}; put it below `if __name__ == '__main__':`")
+    return found
 
 
 def _notes(run: TrackedRun, experiment: str, folder: Path) -> Iterator[tuple[str, str]]:
