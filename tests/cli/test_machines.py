@@ -43,7 +43,7 @@ def parsed(
 
 def test_variables_of_kubeflow_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = parsed(KUBEFLOW, monkeypatch)
-    second = {"is_host": "false"}
+    second = {"is_host": "false", "read_timeout": "600"}
     expected = Machines(2, 2, "127.0.0.1:29400", "rankzero", "127.0.0.1", second, number=1)
     assert options.machines_of(arguments) == expected
     assert (arguments.nproc, arguments.max_restarts) == (None, 0)
