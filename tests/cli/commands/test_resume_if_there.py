@@ -89,6 +89,7 @@ def test_a_mistake_in_the_set_up_is_mended_under_the_same_name(rankzero: Command
     assert starts(folder)[-1] == 0 and config.read_file(folder.config)["train.batch_size"] == 20
     code, output = rankzero(*words)
     assert code == 2 and "continue it: rankzero resume mine" in output, output
+    wait_until(lambda: not processes_of(rankzero.folder))
     rankzero.succeed("delete", "mine", "--yes")
     code, output = rankzero(*words)
     assert code == 2 and "mine is deleted: `rankzero delete --restore mine`" in output, output
