@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import shutil
 import sqlite3
 import urllib.parse
@@ -12,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from mlflow.exceptions import MlflowException
@@ -184,22 +184,28 @@ def test_nothing_is_synced_for_a_server(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(uploaded) == 2 and not order
 
 
-def test_only_a_place_that_does_not_answer_holds_up_a_deletion() -> None:
-    def fail(error: Exception) -> None:
-        raise error
-
-    away, asked = ConnectionError("away"), list[str]()
-    forbidden = MlflowException("Not implemented yet, forbidden, or no such file")
-    repository: Any = SimpleNamespace(list_artifacts=lambda: asked.append("list"))
-    location = artifact_locations._ArtifactLocation(repository, None)
-    for error in (forbidden, NotImplementedError("Azure's Data Lake cannot list nothing either")):
-        repository.delete_artifacts = functools.partial(fail, error)
-        location.delete()
-        repository.list_artifacts = functools.partial(fail, away)
-    assert asked == ["list"]
-    repository.delete_artifacts = functools.partial(fail, forbidden)
+def test_only_a_place_that_does_not_answer_holds_up_a_deletion(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    away, forbidden = ConnectionError("away"), MlflowException("forbidden, or no such file")
+    deletes, lists = Mock(), Mock()
+    repository: Any = SimpleNamespace(
+        delete_artifacts=deletes, list_artifacts=lists, artifact_uri="s3://bucket/m-1"
+    )
+    delete = artifact_locations._ArtifactLocation(repository, None).delete
+    # There is none; all is deleted at the second try; Azure's Data Lake cannot; it is not allowed.
+    deletes.side_effect = [forbidden, away, None, NotImplementedError(), forbidden, forbidden]
+    lists.side_effect = [[], ["file"], ["file"]]
+    for expected in (1, 3, 4):
+        delete()
+        assert deletes.call_count == expected and not caplog.messages
+    delete(may_stay=True)
+    assert caplog.messages == ["deleted files stay: s3://bucket/m-1: forbidden, or no such file"]
+    deletes.side_effect, lists.side_effect = [forbidden] * 3, [["file"], away]
+    with pytest.raises(MlflowException):
+        delete()
     with pytest.raises(ConnectionError):
-        location.delete()
+        delete(may_stay=True)
 
 
 @pytest.mark.parametrize("lie", ELSEWHERE)

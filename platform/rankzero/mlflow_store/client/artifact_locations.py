@@ -7,6 +7,7 @@ No file of a user may be overwritten, or deleted with a checkpoint, because of a
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import shutil
 from collections.abc import Iterable
@@ -21,8 +22,10 @@ from rankzero.mlflow_store.client import mlflow_compat
 from rankzero.mlflow_store.client.connection import patience
 from rankzero.mlflow_store.client.records import require_id
 from rankzero.permanent_errors import NeverAccepted
+from rankzero.redaction.text import text_without_secrets
 from rankzero.run_store import disk
 
+log = logging.getLogger("rankzero.recorder")
 _RUN_ID, _MODEL_ID = re.compile(r"[0-9a-f]{32}"), re.compile(r"m-[0-9a-f]{32}")
 _CHANGED = re.compile("[#?]|%[0-9A-Fa-f]{2}")
 _MODELS, _ARTIFACTS = "models", "artifacts"
@@ -66,24 +69,34 @@ class _ArtifactLocation:
         with patience(path):
             self._repository.log_artifacts(str(path))
 
-    def delete(self) -> None:
-        """Delete all of the files, unless they are elsewhere and their place does not allow it."""
+    def delete(self, *, may_stay: bool = False) -> None:
+        """Delete all of the files. `may_stay`: they stay if their place answers and forbids it."""
         if self.folder is None:
             with patience():
-                self._delete_elsewhere()
+                self._delete_elsewhere(may_stay=may_stay)
         elif self.folder.exists():
             # Not by MLflow, which unquotes the path twice and then deletes another folder.
             shutil.rmtree(self.folder)
 
-    def _delete_elsewhere(self) -> None:
+    def _delete_elsewhere(self, *, may_stay: bool) -> None:
         try:
             self._repository.delete_artifacts()
         except NotImplementedError:  # as Azure's Data Lake
             pass
         except Exception:
-            # Azure's blobs are an error if none is there. A bucket may forbid to delete, for good.
-            # Other uploads wait behind this, so a place that answers keeps its files.
-            self._repository.list_artifacts()
+            # Azure's blobs are an error if none is there. Otherwise the place answers again.
+            if self._repository.list_artifacts():
+                self._delete_again(may_stay=may_stay)
+
+    def _delete_again(self, *, may_stay: bool) -> None:
+        try:
+            self._repository.delete_artifacts()
+        except Exception as error:
+            # A bucket may forbid it, for good.
+            if not may_stay:
+                raise
+            place = self._repository.artifact_uri
+            log.warning("deleted files stay: %s", text_without_secrets(f"{place}: {error}"))
 
     def _confirm(self, written: Iterable[str]) -> None:
         """Return once this machine's disk has the files. Raises OSError if it fails or is full."""

@@ -75,8 +75,8 @@ class MlflowModels:
         """
         if (model := if_known(self._client.get_logged_model, model_id)) is None:
             return
-        # MLflow's own deletion hides a model and keeps its bytes.
-        self._locations.of_model(model).delete()
+        # MLflow's own deletion hides a model and keeps its bytes. Other uploads wait behind this.
+        self._locations.of_model(model).delete(may_stay=True)
         self._client.delete_logged_model(model_id)
 
     def retire(self, model_id: str) -> None:
