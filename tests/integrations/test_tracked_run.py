@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import attrs
 import numpy as np
+import pydantic
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -189,7 +190,7 @@ def test_configs_become_params() -> None:
     empty = {"aug": {}, "sched": [], "opt": {"groups": Namespace(), "lr": 1}}
     assert params_of(empty) == {"aug": "{}", "sched": "[]", "opt.groups": "{}", "opt.lr": "1"}
     assert params_of({}) == params_of(Namespace()) == {}
-    for config in (More, More(), Fields(0.1, 1), Pair(0.1, 1), Converted()):
+    for config in (More, More(), Fields(0.1, 1), Pair(0.1, 1), Converted(), Answers(), Model()):
         assert params_of(config) == {"lr": "0.1", "epochs": "1"}
     assert params_of({"sizes": (np.int64(3), Path("a"))}) == {"sizes": '["3", "a"]'}
     assert params_of({"net": Fields(0.1, 1)}) == {"net.lr": "0.1", "net.epochs": "1"}
@@ -233,6 +234,24 @@ class Converted:
 
     def to_dict(self) -> dict[str, Any]:
         return self._fields
+
+
+class Answers:
+    """Has any attribute, and a method that needs an argument."""
+
+    def __init__(self) -> None:
+        self.lr, self.epochs = 0.1, 1
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__.get(name)
+
+    def to_dict(self, flat: bool) -> None:
+        """Return no mapping."""
+
+
+class Model(pydantic.BaseModel):
+    lr: float = 0.1
+    epochs: int = 1
 
 
 def test_config_without_a_readable_attribute_is_noted(capsys: pytest.CaptureFixture[str]) -> None:

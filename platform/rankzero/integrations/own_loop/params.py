@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from argparse import Namespace
 from collections.abc import Mapping
@@ -59,9 +60,10 @@ def _mapping(config: object) -> Mapping[Any, Any] | None:
 def _attributes(config: Any) -> Mapping[Any, Any] | None:
     """Return an object's or a class's attributes, those of its classes included."""
     is_class = isinstance(config, type)
-    for name in ("to_dict", "_asdict"):  # as of ml_collections, and of named tuples
-        if hasattr(config, name) and not is_class:
-            return dict(getattr(config, name)())
+    # As of ml_collections, of named tuples and of pydantic. Others may need an argument.
+    for name in () if is_class else ("to_dict", "_asdict", "model_dump"):
+        with contextlib.suppress(Exception):
+            return dict(getattr(type(config), name)(config))
     if not hasattr(config, "__dict__"):
         return None
     found = dict[str, Any]()
@@ -71,5 +73,5 @@ def _attributes(config: Any) -> Mapping[Any, Any] | None:
         key: value
         for key, value in {**found, **vars(config)}.items()
         # Methods and properties are no settings.
-        if not (key.startswith("_") or callable(value) or hasattr(value, "__get__"))
+        if not (key.startswith("_") or callable(value) or hasattr(type(value), "__get__"))
     }
