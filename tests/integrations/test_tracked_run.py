@@ -812,14 +812,16 @@ def test_evaluations_count_steps_by_themselves(first: int) -> None:
     assert found == [(max(first - 1, 0), ("val/acc", 0.5)), *expected]
 
 
-@pytest.mark.parametrize("evaluates", [True, False])
-def test_checkpoints_count_steps_by_themselves(evaluates: bool) -> None:
-    for _ in range(2):
+@pytest.mark.parametrize("evaluates", ["first", "last", "never"])
+def test_checkpoints_count_steps_by_themselves(evaluates: str) -> None:
+    for attempt in range(2):
         with unrecorded() as run:
             for loss in (2.0, 1.0, 3.0):
-                if evaluates:
+                if evaluates == "first":
                     run.evaluated({"val/loss": loss})
                 run.checkpoint({"x": 1}, metrics={"val/loss": loss})
+                if evaluates == "last":
+                    assert run.evaluated({"val/loss": loss}) is (attempt == 0 and loss < 3.0)
             run.checkpoint({"x": 1})
     assert [one.step for one in of_kind(run.folder, Evaluated)] == [*range(6)]
     kept = checkpoint_files.by_step((run.folder or Path()) / "checkpoints")

@@ -102,7 +102,7 @@ class Attempt:
     ) -> tuple[int, dict[str, float], bool]:
         """Log validation metrics. Return their step, the metrics as logged, and if it is best."""
         self.flush()
-        at = self.history.step_of(step, self.history.judged(metrics, saves=saves))
+        at = self.history.step_of_evaluation(step, metrics, saves=saves)
         numbers = dict(zip(metrics, self._floats(metrics.items()), strict=True))
         event, measured, better = self.history.evaluation(numbers, at)
         if event is not None:

@@ -84,8 +84,8 @@ class MetricHistory:
         self._at_checkpoints: dict[int, dict[str, int]] = {}
         self._evaluations: dict[int, tuple[dict[str, float], float]] = {}
         """The metrics and the time of each evaluation, by step."""
-        self._saved: int | None = None
-        """The step of the attempt's newest checkpoint."""
+        self._judged: dict[bool, int] = {}
+        """The steps of the newest checkpoint (True) and of the newest evaluation alone (False)."""
 
     @property
     def highest(self) -> int:
@@ -119,8 +119,7 @@ class MetricHistory:
         self._floor, self._counted = self.step, dict(self._earlier)
 
     def checkpoint(self, step: int) -> list[StepsLogged]:
-        """Note a checkpoint. Return an event for `recall` if metrics are ahead of its step."""
-        self._saved = step
+        """Return an event for `recall` if metrics are ahead of a checkpoint's step."""
         steps = [*self._counted.values(), *(series.step for series in self._series.values())]
         return [StepsLogged([step], [time.time()], {})] if max(steps, default=step) > step else []
 
@@ -161,14 +160,16 @@ class MetricHistory:
             )
         return self.step
 
-    def judged(self, names: Iterable[str], *, saves: bool) -> list[str]:
-        """Return the metrics for `step_of`, without those that `log` alone has at the newest step.
+    def step_of_evaluation(self, step: Any, names: Iterable[str], *, saves: bool) -> int:
+        """Return the step of an evaluation, which `log` may have logged at the newest step.
 
-        `saves`: a checkpoint follows, which may be the first one of the newest evaluation.
+        `saves`: of a checkpoint. One of each kind, in any order, may be the same evaluation.
         """
         known, _ = self._evaluations.get(self.step, ({}, 0.0))
-        is_new = saves and self.step != self._saved
-        return [n for n in names if n not in self._series or (n in known and not is_new)]
+        is_new = self.step != self._judged.get(saves)
+        judged = [n for n in names if n not in self._series or (n in known and not is_new)]
+        self._judged[saves] = self.step_of(step, judged)
+        return self._judged[saves]
 
     def columns(self, rows: Iterable[Row], floats: Iterable[float]) -> list[Event]:
         """Return the events of the rows. `floats`: all their values, in order."""

@@ -248,8 +248,8 @@ class TrackedRun:
     def evaluated(self, metrics: Mapping[str, Any], step: int | None = None) -> bool:
         """Log validation metrics. Return whether the goal's is the best so far.
 
-        `step`: by default the newest one, or the next if that has such an evaluation. Always False
-        on other ranks than 0.
+        `step`: by default the newest one, or the next if that has such an evaluation. That of a
+        checkpoint may be the same one. Always False on other ranks than 0.
         """
         with self._lock:
             if not self.reopen():
