@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from mlflow.store.entities import PagedList
@@ -101,6 +102,22 @@ def test_a_server_that_is_slow_gets_more_time_and_then_less_again(
     for _ in range(3):
         ask(0.0)
     assert limits == ["1", "1", "2", "4", "4", "4", "2", "1"] and os.environ[TIMEOUT] == "1"
+
+
+def test_an_answer_that_was_late_once_changes_nothing_for_other_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of a server that wakes. Each broken connection was then an outage for hours."""
+    monkeypatch.setenv(TIMEOUT, "10")
+    moments, asked = iter([0.0, 10.0, *[20.0] * 12]), list[tuple[str, str]]()
+    monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    server: Any = Mock()
+    server.log_batch = lambda: asked.append((os.environ[TIMEOUT], os.environ[RETRIES]))
+    client = connection._PatientClient(server)
+    client.create_run()
+    for _ in range(6):
+        client.log_batch()
+    assert asked == [("20", "0"), *[("10", "0")] * 4, ("10", "1")]
 
 
 def test_every_request_has_the_time_that_a_slow_server_needs(

@@ -53,7 +53,8 @@ class _PatientClient:
     """
 
     def __init__(self, client: MlflowClient) -> None:
-        self._client, self._seconds, self._slow = client, 0, ""
+        # By method: a server that answers reads at once may need long for a batch.
+        self._client, self._seconds = client, dict[str, int]()
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._client, name)
@@ -62,18 +63,19 @@ class _PatientClient:
     def _request(
         self, name: str, send: Callable[..., Any], /, *arguments: Any, **options: Any
     ) -> Any:
-        began, is_slow = time.monotonic(), self._seconds > 0
-        with mlflow_compat.request_timeout(self._seconds, once=is_slow) as limit:
+        began = time.monotonic()
+        seconds = self._seconds.get(name, max(self._seconds.values(), default=0))
+        with mlflow_compat.request_timeout(seconds, once=seconds > 0) as limit:
             try:
                 return send(*arguments, **options)
             finally:
                 took = time.monotonic() - began
                 # Also if MLflow's second try was answered.
                 if took >= limit:
-                    self._seconds, self._slow = min(2 * limit, _MAX_SECONDS), name
-                # A server that answers reads at once may need long for a batch.
-                elif is_slow and name == self._slow and took < limit / 4:
-                    self._seconds //= 2
+                    seconds = min(2 * limit, _MAX_SECONDS)
+                elif took < limit / 4:
+                    seconds //= 2
+                self._seconds[name] = seconds
 
 
 def log_points(client: MlflowClient, run_id: str, points: Sequence[MetricPoint]) -> None:
