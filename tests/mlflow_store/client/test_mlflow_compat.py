@@ -10,10 +10,11 @@ from pathlib import Path
 from time import monotonic
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
-from mlflow import MlflowClient, environment_variables
+from mlflow import MlflowClient, environment_variables, get_tracking_uri
 from mlflow.exceptions import MlflowException
 from mlflow.store.artifact import host_policy, http_artifact_repo
 from mlflow.store.artifact.http_artifact_repo import HttpArtifactRepository
@@ -22,6 +23,7 @@ from mlflow.utils import environment, rest_utils
 from torch import nn
 
 from rankzero.mlflow_store.client import MlflowRuns, RunRecord, mlflow_compat
+from rankzero.mlflow_store.client.models import MlflowModels
 from rankzero.mlflow_store.client.pytorch import save_pytorch
 from rankzero.mlflow_store.uris import TrackingError
 from rankzero.permanent_errors import refusal
@@ -351,6 +353,15 @@ def test_a_registration_leaves_nothing_in_the_current_directory(
     model_id = store.models.log_model(run, folder.path, "model", 1, {})
     store.models.register(run, model_id, "ours")
     assert not list(here.iterdir())
+
+
+def test_a_registration_asks_the_database_through_the_same_connections() -> None:
+    """By another URI, MLflow connects once more, and without the settings for a lost server."""
+    client, asked = Mock(tracking_uri="http://there?keepalives=1"), list[str]()
+    client.search_model_versions.return_value = []
+    client.create_model_version = lambda *_, **__: asked.append(get_tracking_uri()) or MagicMock()
+    MlflowModels(client, Mock()).register(Mock(), "m-1", "ours")
+    assert asked == ["http://there?keepalives=1"]
 
 
 def test_only_mlflow_by_itself_reads_all_installed_packages(

@@ -23,10 +23,8 @@ from rankzero.mlflow_store.uris import TrackingError
 class MlflowModels:
     """The logged models of one tracking store: checkpoints, and models that can be served."""
 
-    def __init__(
-        self, client: MlflowClient, tracking_uri: str, locations: ArtifactLocations
-    ) -> None:
-        self._client, self._uri, self._locations = client, tracking_uri, locations
+    def __init__(self, client: MlflowClient, locations: ArtifactLocations) -> None:
+        self._client, self._locations = client, locations
 
     def save_checkpoint(
         self,
@@ -177,10 +175,11 @@ class MlflowModels:
         for version in self._client.search_model_versions(f"run_id = '{run.run_id}'"):
             if (version.name, version.source) == (name, source):
                 return int(version.version)
-        # Sent again after a lost answer, it would make a second version.
+        # Sent again after a lost answer, it would make a second version. MLflow has an engine for
+        # each URI, and the client's has settings for a lost database.
         with (
             mlflow_compat.request_timeout(0, once=True),
-            mlflow_compat.global_tracking_uri(self._uri),
+            mlflow_compat.global_tracking_uri(str(self._client.tracking_uri)),
         ):
             made = self._client.create_model_version(name, source, run.run_id, model_id=model_id)
         return int(made.version)

@@ -49,7 +49,7 @@ class MlflowRuns:
         self._uri = tracking_uri
         self._client = connect(tracking_uri)
         self._locations = ArtifactLocations(self._client, tracking_uri)
-        self.models = MlflowModels(self._client, tracking_uri, self._locations)
+        self.models = MlflowModels(self._client, self._locations)
         self.deletion = MlflowDeletion(self._client, tracking_uri, self._locations, self.models)
 
     def open_run(
