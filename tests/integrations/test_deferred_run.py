@@ -223,7 +223,13 @@ def test_spawned_process_that_loads_data_with_the_run_leaves_it_open(
     monkeypatch.setattr("multiprocessing.spawn.get_command_line", lambda **_: command)
     iter(loader)
     assert not run.is_over
-    run.end()
+    # As torchdata's loader, and then as a strategy that code without a module's name calls.
+    for names in ({"__name__": "torchdata.stateful_dataloader"}, {}):
+        assert not run.is_over
+        process = multiprocessing.get_context("spawn").Process(target=print, args=(run,))
+        exec("process.start()", {"process": process, **names})  # noqa: S102
+        process.join()
+    assert run.is_over
 
 
 def test_second_spawned_training_counts_on_from_the_first() -> None:

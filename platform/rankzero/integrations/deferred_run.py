@@ -185,4 +185,5 @@ class DeferredRun:
 def _loads_data() -> bool:
     """Return whether a `DataLoader` spawns the process. Its data set may hold the trainer."""
     frames = traceback.walk_stack(sys._getframe())
-    return any(frame.f_globals["__name__"] == "torch.utils.data.dataloader" for frame, _ in frames)
+    modules = (str(frame.f_globals.get("__name__")) for frame, _ in frames)
+    return any(module.startswith(("torch.utils.data.", "torchdata.")) for module in modules)
