@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from rankzero.errors import UserError
 from rankzero.launch import agent, machines
@@ -112,6 +113,10 @@ def test_who_serves_the_rendezvous() -> None:
     assert (here.number, second.number) == (0, 1)
     chosen = meet(Machines(2, 2, "[::1]", address="10.1.2.3", settings={"is_host": "true"}))
     assert (chosen.endpoint, chosen.address) == ("[::1]:29400", "10.1.2.3")
+    # As behind a NAT, where no address of the machine is that of the endpoint.
+    behind = meet(Machines(2, 2, "127.0.0.1:7", "job", None, {"is_host": "False"}))
+    assert (behind.number, behind.settings["read_timeout"]) == (None, "600")
+    assert meet(dataclasses.replace(behind, settings={"is_host": "Yes"})).number == 0
     assert meet(Machines()) == Machines()
 
 
@@ -164,3 +169,10 @@ def test_a_launch_that_finds_no_other_machine_names_the_place_and_the_command(
             assert result.reason.startswith(
                 f"the machines did not find each other: {says.format(port=port)}"
             )
+
+
+def test_a_machine_that_is_lost_later_is_no_matter_of_ports() -> None:
+    lost = RendezvousConnectionError("See inner exception for details.")
+    lost.__cause__ = BrokenPipeError("Broken pipe")
+    why = agent._why(lost, Machines(2, 2, "first:29400"), have_met=True)
+    assert why.startswith("no rendezvous answers at first:29400 (Broken pipe): continue the run by")

@@ -119,14 +119,14 @@ def run(
         return LaunchResult("FAILED", str(stopped))
     except RendezvousError as error:
         what = "lost" if agent and agent.have_met else "did not find"
-        why = _why(error, topology.machines)
+        why = _why(error, topology.machines, have_met=what == "lost")
         return LaunchResult("FAILED", f"the machines {what} each other: {why}")
     except json.JSONDecodeError:
         return LaunchResult("FAILED", "a rank failed, and the disk was too full to write why")
     return _result_of(result, topology.machines)
 
 
-def _why(error: RendezvousError, machines: Machines) -> str:
+def _why(error: RendezvousError, machines: Machines, *, have_met: bool) -> str:
     """Return what torchrun's errors mean. Some have no text, or name another error."""
     from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
@@ -138,6 +138,8 @@ def _why(error: RendezvousError, machines: Machines) -> str:
     if "inner exception" not in str(error):
         return str(error) or type(error).__name__
     none = f"no rendezvous answers at {place} ({str(error.__cause__).splitlines()[0]})"
+    if have_met:
+        return f"{none}: continue the run by `rankzero resume` on each machine"
     return f"{none}: {mend}. The port must be open to all, and used by no other program"
 
 

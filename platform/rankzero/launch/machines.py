@@ -33,7 +33,6 @@ _ANSWER_SECONDS = 3.0
 _OUTSIDE = ("192.0.2.1", "2001:db8::1")
 _NODE_LIST = re.compile(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?")
 
-
 # torchrun's settings of the rendezvous, and the values that it can read.
 _SETTINGS = {
     "cas_backoff_max_seconds": r"\d+(\.\d+)?",
@@ -46,6 +45,7 @@ _SETTINGS = {
     "last_call_timeout": r"\d+",
     "read_timeout": r"\d+",
 }
+_TRUE = ("true", "t", "yes", "y", "1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,13 +118,14 @@ def meet(machines: Machines, name_seconds: float = _NAME_SECONDS) -> Machines:
     source, target = _route(host, port, 0.0 if number == 0 else patience)
     serves = source == target or _is_loopback(target) if number is None else number == 0
     endpoint = _joined(host, port)
-    if "is_host" not in settings:
+    if "is_host" in settings:  # such as behind a NAT
+        serves = settings["is_host"].strip().lower() in _TRUE
+    elif serves:
         # torchrun compares host names and the addresses that they have in /etc/hosts. Debian writes
         # 127.0.1.1 there. With "localhost", a second process of this machine joins the first.
-        if serves:
-            endpoint = f"localhost:{port}"
-        else:
-            settings["is_host"] = "false"
+        endpoint = f"localhost:{port}"
+    else:
+        settings["is_host"] = "false"
     if not serves:
         # torchrun's default is a minute. The first machine may read a large checkpoint before.
         settings.setdefault("read_timeout", settings.get("join_timeout", DEFAULT_JOIN_SECONDS))
