@@ -301,9 +301,12 @@ def test_second_run_notes_once_that_the_first_is_open(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_process_that_only_imports_the_script_has_no_run(tmp_path: Path, method: str) -> None:
-    """As the workers of a DataLoader do. With the same name, they would be refused."""
+def test_process_that_only_imports_the_script_has_no_run(
+    tmp_path: Path, method: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As the workers of a DataLoader do, in each epoch. With the same name, they would fail."""
     ended(tmp_path, BEGIN + IMPORTED_AGAIN.format(method=method))
+    assert "note" not in capfd.readouterr().out
     *_, logged = of_kind(tmp_path / "mlruns/runs/r1", StepsLogged)
     assert logged.metrics == {"code": [0.0]}
 

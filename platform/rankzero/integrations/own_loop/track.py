@@ -94,12 +94,9 @@ def track(
 
 
 def _only_imports() -> bool:
-    """Return, with a note, whether this process imports the script for multiprocessing."""
+    """Return whether this process imports the script for multiprocessing."""
     # Python's own guard reads it, too. It is True during this import alone.
-    if found := getattr(current_process(), "_inheriting", False):
-        text = "a process of multiprocessing imports this script, and track() does nothing in it"
-        print(f"note: {text}; put it below `if __name__ == '__main__':`")
-    return found
+    return getattr(current_process(), "_inheriting", False)
 
 
 def _notes(run: TrackedRun, experiment: str, folder: Path) -> Iterator[tuple[str, str]]:
