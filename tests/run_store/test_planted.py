@@ -234,7 +234,7 @@ def test_code_that_came_with_a_run_is_not_executed(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, experiment_file=str(evil))
     evil.write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
     with pytest.raises(UserError, match="is among the runs"):
-        resume._experiment(folder, argparse.Namespace(dir=tmp_path, settings=[]))
+        resume._experiment(folder, argparse.Namespace(dir=tmp_path, settings=[], experiment=None))
     assert not (tmp_path / "executed").exists()
 
 
