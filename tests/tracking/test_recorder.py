@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import select
@@ -385,5 +386,8 @@ def test_parent_delivers_a_child_only_while_it_lives(tmp_path: Path) -> None:
     assert not recorder._delivered_by_parent(child), "as when `rankzero resume` launches it"
     run_locks.claim(parent, 0)
     assert recorder._delivered_by_parent(child)
-    append(parent, started(), ended())
+    append(parent, started(), dataclasses.replace(ended(), time=time.time()))
+    run_locks.claim(child, 0)
     assert not recorder._delivered_by_parent(child), "as in a notebook, whose process lives on"
+    append(parent, dataclasses.replace(ended(), time=time.time()))
+    assert recorder._delivered_by_parent(child), "it began before its parent's end"

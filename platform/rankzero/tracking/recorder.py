@@ -222,13 +222,20 @@ def _end_children(folder: RunFolder) -> None:
 def _delivered_by_parent(folder: RunFolder) -> bool:
     """Return whether the courier of the study or repeat that launched the run delivers it.
 
-    The run may continue by itself later. Then it has a courier of its own. The parent's process may
-    still live, as a notebook's does.
+    The run may continue by itself later, after its parent's end. Then it has a courier of its own.
     """
-    from rankzero.run_store.attempt import is_written
+    from rankzero.catalog import lookup
 
-    parent = folder.identity.parent
-    return parent is not None and is_written(RunFolder(folder.path.parent / parent))
+    if folder.identity.parent is None:
+        return False
+    parent, own = (
+        RunFolder(folder.path.parent / folder.identity.parent),
+        run_locks.latest(folder, 0),
+    )
+    # A short parent may end while this recorder starts. Its process may live on, as a notebook's.
+    end = lookup.last_end(parent)
+    has_ended_before = end is not None and own is not None and end.time < own.time
+    return run_locks.writer_lives(parent) and not has_ended_before
 
 
 def _reap() -> None:
