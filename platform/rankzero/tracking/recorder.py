@@ -228,14 +228,12 @@ def _delivered_by_parent(folder: RunFolder) -> bool:
 
     if folder.identity.parent is None:
         return False
-    parent, own = (
-        RunFolder(folder.path.parent / folder.identity.parent),
-        run_locks.latest(folder, 0),
-    )
+    parent = RunFolder(folder.path.parent / folder.identity.parent)
+    end, claim = lookup.last_end(parent), run_locks.latest(folder, 0)
+    if end is None:
+        return run_locks.writer_lives(parent)
     # A short parent may end while this recorder starts. Its process may live on, as a notebook's.
-    end = lookup.last_end(parent)
-    has_ended_before = end is not None and own is not None and end.time < own.time
-    return run_locks.writer_lives(parent) and not has_ended_before
+    return claim is not None and claim.time < end.time
 
 
 def _reap() -> None:
