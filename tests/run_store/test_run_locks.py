@@ -94,6 +94,14 @@ def test_a_writer_in_another_container_of_this_host_lives_while_its_recorder_doe
     assert not run_locks.writer_lives(folder)
 
 
+def test_a_claim_of_a_newer_version_is_a_claim(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    claim = run_locks.claim(folder, 0)
+    fields = dataclasses.asdict(claim) | {"later": 1}
+    (folder.path / "recorder.json").write_text(json.dumps(fields))
+    assert run_locks.latest(folder, 0) == claim
+
+
 def test_who_may_write_a_folder_may_take_its_locks(shared: Path) -> None:
     for folder_mode, lock_mode in ((0o755, 0o600), (0o775, 0o660), (0o777, 0o666)):
         shared.chmod(folder_mode)

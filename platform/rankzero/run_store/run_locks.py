@@ -89,7 +89,10 @@ def claim(folder: RunFolder, node: int, check: Callable[[Claim], object] = lambd
 def latest(folder: RunFolder, node: int) -> Claim | None:
     """Return the latest attempt's claim, or None if there is none, or one that is not ours."""
     try:
-        found = Claim(**json.loads(_claim_path(folder, node).read_text(encoding="utf-8")))
+        fields = json.loads(_claim_path(folder, node).read_text(encoding="utf-8"))
+        # A newer version's claim may have more fields.
+        known = [name for name in Claim.__dataclass_fields__ if name in fields]
+        found = Claim(**{name: fields[name] for name in known})
     except (OSError, ValueError, TypeError, RecursionError):
         return None
     is_ours = (
