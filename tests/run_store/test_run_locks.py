@@ -18,7 +18,7 @@ from rankzero.launch import rendezvous
 from rankzero.lightning_module.data import one_at_a_time
 from rankzero.mlflow_store import uris
 from rankzero.run_store import disk, lock_files, run_locks
-from rankzero.run_store.attempt import sole_launcher
+from rankzero.run_store.attempt import sole_launcher, take_over
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.training.distributed.torch_compat import keep_compiled_code_private
 from support.runs import make_folder
@@ -90,6 +90,8 @@ def test_a_writer_in_another_container_of_this_host_lives_while_its_recorder_doe
     (folder.path / "recorder.json").write_text(json.dumps(dataclasses.asdict(other)))
     recorder = run_locks.announce_recorder(folder, 0, claim.token)
     assert recorder is not None and run_locks.writer_lives(folder)
+    with pytest.raises(UserError, match=f"process {claim.pid} is writing"):
+        take_over(folder)  # of the same pid in this container
     os.close(recorder)
     assert not run_locks.writer_lives(folder)
 

@@ -93,8 +93,10 @@ def take_over(folder: RunFolder) -> None:
     # other's.
 
     def refuse(before: run_locks.Claim) -> None:
-        lives = run_locks.is_local(before) and run_locks.is_alive(before)
-        if lives and before.pid != os.getpid() and not _ended_since(folder, before.events_offset):
+        lives = run_locks.is_local(before) and run_locks.writer_lives(folder)
+        # Another container's process may have the same pid.
+        is_mine = before.pid == os.getpid() and run_locks.is_alive(before)
+        if lives and not is_mine and not _ended_since(folder, before.events_offset):
             raise UserError(
                 f"process {before.pid} is writing {folder.path.name}: "
                 "stop it, or choose another name"
