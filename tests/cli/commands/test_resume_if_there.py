@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import shutil
 import signal
@@ -164,7 +165,8 @@ def test_a_checkpoint_that_is_damaged_here_and_not_a_deleted_one_comes_from_a_se
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_folder(tmp_path, "http://127.0.0.1:9", mlflow_run_id="run-1")
-    append(folder, *save_steps(folder.path, {3: 0.5, 4: 0.6, 5: 0.7}, keep=9))
+    saved = save_steps(folder.path, {3: 0.5, 4: 0.6, 5: 0.7}, keep=9)
+    append(folder, *saved)
     asked: list[int] = []
 
     def newest_checkpoint(_folder: RunFolder, after: int) -> tuple[Path | None, list[str]]:
@@ -175,9 +177,13 @@ def test_a_checkpoint_that_is_damaged_here_and_not_a_deleted_one_comes_from_a_se
     fourth, fifth = (checkpoint_files.folder_of(folder.checkpoints, step) for step in (4, 5))
     damage_checkpoint(fifth, "truncate")
     assert resume._newest_checkpoint(folder, False, required=True) == fourth
+    shutil.copytree(fifth, tmp_path / "damaged")
     shutil.rmtree(fifth)
     assert resume._newest_checkpoint(folder, False, required=True) == fourth
-    assert asked == [4, 5]
+    shutil.copytree(tmp_path / "damaged", fifth)
+    append(folder, dataclasses.replace(saved[1], time=9.0))  # of a branch from the third
+    assert resume._newest_checkpoint(folder, False, required=True) == fourth
+    assert asked == [4, 5, 5]
 
 
 def _assert_each_step_once(store: MlflowRuns, run: RunRecord) -> None:

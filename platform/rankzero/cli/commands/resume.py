@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import time
@@ -323,10 +324,7 @@ def _newer_elsewhere(folder: RunFolder, path: Path) -> Path:
         return path
     from rankzero.housekeeping import download
 
-    # One that was saved here and is gone was deleted by a person, to continue from an older one.
-    saved = [one for one in read_all(folder.events) if isinstance(one, CheckpointSaved)]
-    gone = [one.step for one in saved if not (folder.path / one.path).exists()]
-    newest = max([checkpoint_files.read_manifest(path).step, *gone])
+    newest = _left_behind(folder, path)
     try:
         newer, problems = download.newest_checkpoint(folder, after=newest)
     # A server that is away must not hold up a run whose checkpoint is here.
@@ -338,3 +336,15 @@ def _newer_elsewhere(folder: RunFolder, path: Path) -> Path:
     if newer is not None:
         print(f"{newer.name} comes from MLflow: the newest intact one on this disk is {path.name}")
     return newer or path
+
+
+def _left_behind(folder: RunFolder, path: Path) -> int:
+    """Return the newest step that the run does not take from MLflow. At least that of `path`."""
+    here = checkpoint_files.read_manifest(path).step
+    saved = [one for one in read_all(folder.events) if isinstance(one, CheckpointSaved)]
+    # The run has left those that it saved before `path`, to continue from an older one. A person
+    # deleted one that was saved here and is gone, for the same.
+    later = [*itertools.takewhile(lambda one: one.step != here, reversed(saved))]
+    gone = [one for one in later if not (folder.path / one.path).exists()]
+    left = [*saved[: len(saved) - len(later)], *gone]
+    return max([here, *(one.step for one in left)])
