@@ -50,6 +50,13 @@ def test_an_object_that_metrics_returns_again_is_reset() -> None:
     assert not one.updates
 
 
+def test_an_object_may_hold_a_list_that_holds_itself() -> None:
+    one: Any = Seen()
+    one.held = []
+    one.held.append(one.held)
+    StatefulMetrics({"one": one}, ALONE, 1)
+
+
 def test_a_column_of_the_outputs_does_not_keep_them_all() -> None:
     one = Seen()
     metrics = StatefulMetrics({"one": one}, ALONE, 1)

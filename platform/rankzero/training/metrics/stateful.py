@@ -120,13 +120,15 @@ class StatefulMetrics:
         return gathered
 
 
-def _modules(value: Any) -> Iterator[Any]:
+def _modules(value: Any, depth: int = 4) -> Iterator[Any]:
     """Yield the modules in a tree: a user's object may hold objects of torchmetrics."""
     if isinstance(value, nn.Module):
         yield from value.modules()
-    elif isinstance(value, (list, tuple, Mapping)):
-        for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _modules(one)
+    elif depth:  # A list may hold itself.
+        for one in value.values() if isinstance(value, dict) else value:
+            # Another mapping than a dict may load a file for each value.
+            if isinstance(one, (nn.Module, dict, list, tuple)):
+                yield from _modules(one, depth - 1)
 
 
 def _check_rows(name: str, args: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> None:
