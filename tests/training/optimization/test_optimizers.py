@@ -207,6 +207,24 @@ def test_sgd_takes_a_gradient_that_comes_later(train: Trainer, tmp_path: Path) -
         torch.testing.assert_close(one, two)
 
 
+def test_fused_sgd_of_a_lazy_module_takes_its_first_step() -> None:
+    model = nn.Sequential(linear(), nn.LazyLinear(1))
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    place_states(optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+def test_a_users_own_sgd_makes_its_own_momentum() -> None:
+    class Own(optim.SGD):
+        pass
+
+    own = Own([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9, fused=True)
+    del own.param_groups[0]["dampening"]
+    place_states(own)
+    assert not own.state
+
+
 def test_step_counts_are_on_the_device_that_the_kernels_read() -> None:
     """Fused kernels read them on the parameter's device. "meta" stands for a GPU."""
     for kind, is_fused, place in ((optim.AdamW, True, "meta"), (optim.AdamW, False, "cpu")):

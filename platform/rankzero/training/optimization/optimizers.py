@@ -273,8 +273,9 @@ def place_states(optimizer: Optimizer) -> None:
             # PyTorch leaves the counts on the CPU, where a fused kernel refuses them. Other kernels
             # read them on the CPU: on a GPU, each read would wait for the device.
             on_device = bool(group.get("fused") or group.get("capturable"))
-            if group.get("fused") and group.get("momentum") and not group["dampening"]:
-                _begin_momentum(own["params"], inner)
+            # A class of the user's may take a state that it did not make for one of its own.
+            if type(inner) is SGD and group.get("fused"):
+                _begin_momentum(group, own["params"], inner)
             for parameter in own["params"]:
                 state = inner.state.get(parameter) or {}
                 for name, value in state.items():
@@ -284,12 +285,15 @@ def place_states(optimizer: Optimizer) -> None:
                         state[name] = _in_layout_of(parameter, value)
 
 
-def _begin_momentum(parameters: Sequence[Tensor], sgd: Optimizer) -> None:
+def _begin_momentum(group: Mapping[str, Any], parameters: Sequence[Tensor], sgd: Optimizer) -> None:
     # The fused SGD fails if only some parameters have a momentum. If its first step overflows
     # under a loss scaler, it leaves uninitialised memory there (both seen with PyTorch 2.15). With
     # zeros, the first step has the same bits as without, unless there is dampening.
+    # One that is lazy now could not have zeros at the first step, so then none has.
+    if not group["momentum"] or group["dampening"] or any(map(is_lazy, parameters)):
+        return
     for parameter in parameters:
-        if parameter.requires_grad and not is_lazy(parameter):
+        if parameter.requires_grad:
             sgd.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
