@@ -31,6 +31,7 @@ from hard_tasks import TASKS, Task
 from harness import RESULTS, save
 from torch.utils.data import default_collate
 
+from rankzero import Choice
 from rankzero.config import override
 
 SEARCH_SEEDS, OTHER_SEEDS = range(2), range(2, 22)
@@ -97,7 +98,8 @@ def main() -> None:
 def record_table(name: str) -> None:
     """Record or complete the table of this task."""
     own = TASKS[name]()
-    search = {key: drawn.options for key, drawn in type(own).search.items()}
+    ranges = type(own).search.items()
+    search = {key: one.options for key, one in ranges if isinstance(one, Choice)}
     data, target = own.data(), own.goal.target or 0.0
     rows, took = earlier(name)
     known_seconds = bool(took)

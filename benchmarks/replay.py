@@ -197,7 +197,7 @@ def searched(
         found = session.run()
         chosen = next(trial for trial in study.trials() if trial.number == found.winner.trial)
         key = key_of(table, space, space.experiment(chosen.parameters))
-        if confirm:
+        if confirm or not steps:
             steps.append((launcher.seconds, key))
     return steps, found, key
 
