@@ -69,12 +69,12 @@ class Budget:
         """Return whether there is more time than the confirmation will take."""
         if self._options.minutes is None:
             return True
-        kept = self._confirmation_seconds()
-        # If trials missed the quality on some seed, challengers will, too. But trials come first.
-        if next_trial.is_uneven(self._study.known) and self._options.objective in TO_TARGET:
-            most = self._confirmation_seconds(misses=True)
-            kept = max(kept, min(most, self._most_seconds / 2))
-        return self._fits(kept)
+        # If trials missed the quality on some seed, challengers will, too. But trials come first:
+        # they find faster challengers. One is confirmed in any case, others as far as time allows.
+        uneven = next_trial.is_uneven(self._study.known) and self._options.objective in TO_TARGET
+        most = self._confirmation_seconds(misses=uneven)
+        kept = max(min(most, self._most_seconds / 2), self._confirmation_seconds(most=1))
+        return self.seconds + kept < self._most_seconds
 
     def is_spent_before(self, number: int) -> bool:
         """Return whether the trials before this one used up the budget.
@@ -85,9 +85,12 @@ class Budget:
         later = trials.taken.intersection(range(number, len(trials)))
         return len(trials.taken) - len(later) >= self._most_trials
 
-    def allows_runs(self, trials: Sequence[Trial]) -> bool:
-        """Return whether there is time to train each of these on a new seed."""
-        return self._fits(self._seconds_of(trials))
+    def allows_runs(self, trials: Sequence[Trial], over: float = 0.0) -> bool:
+        """Return whether there is time to train each of these on a new seed.
+
+        `over`: the share of the search's time by which the cautious estimate may exceed it.
+        """
+        return self.seconds + self._seconds_of(trials) < (1 + over) * self._most_seconds
 
     def outlook(self) -> str:
         """Return what is left to do and what it can show, once the reference is trained."""
@@ -127,16 +130,18 @@ class Budget:
             f"--minutes {least:g}"
         )
 
-    def _fits(self, seconds: float) -> bool:
-        return self.seconds + seconds < self._most_seconds
+    def _confirmation_seconds(
+        self, *, in_full: bool = False, misses: bool = False, most: int | None = None
+    ) -> float:
+        """Return its estimated seconds. `misses`: challengers miss the quality on every seed.
 
-    def _confirmation_seconds(self, *, in_full: bool = False, misses: bool = False) -> float:
-        """Return its estimated seconds. `misses`: challengers miss the quality on every seed."""
+        `most`: challengers, by default the option's.
+        """
         trials = self._study.known
         reference = next_trial.reference_trial(trials, self._space)
         if reference is None:
             return 0.0
-        most = self._options.challengers
+        most = self._options.challengers if most is None else min(most, self._options.challengers)
         found = [reference, *next_trial.challengers(trials, self._space, most)]
         # Challengers that are still to be found will be about as fast as the fastest known trial.
         # As long as there is none, one will do: a bad guess must not use up the budget.

@@ -378,6 +378,7 @@ class Session:
         members.require_lead(self._study)
         if reference is None or not challengers:
             return
+        challengers = self._that_fit(reference, challengers)
         self._train_rounds([reference, *challengers], range(seeds))
         self._repeat_disturbed([reference, *challengers])
         members.require_lead(self._study)
@@ -386,6 +387,21 @@ class Session:
             self._train_rounds(group, range(seeds, LOOKS * seeds))
         if reference in group:
             self._repeat_disturbed(group)
+
+    def _that_fit(self, reference: Trial, challengers: list[Trial]) -> list[Trial]:
+        """Return the challengers that there is time to confirm: one at least, the best first.
+
+        Those with a run on a new seed stay, so that a search that was killed confirms the same.
+        """
+        first_seed, known = self._space.reference.train.seed, self._confirmations()
+        begun = {run["trial"] for run in known}
+        while len(challengers) > 1 and challengers[-1].number not in begun:
+            wanted, rounds = [reference, *challengers], range(self._options.seeds)
+            missing = confirm.missing_runs(wanted, first_seed, rounds, known)
+            if self._budget.allows_runs([trial for trial, _ in missing], over=0.1):
+                break
+            challengers = challengers[:-1]
+        return challengers
 
     def _second_look(self, reference: Trial) -> list[Trial]:
         """Return the trials that get as many seeds again, as far as there is time for them.
