@@ -69,12 +69,15 @@ class Budget:
         """Return whether there is more time than the confirmation will take."""
         if self._options.minutes is None:
             return True
-        # If trials missed the quality on some seed, challengers will, too. But trials come first:
-        # they find faster challengers. One is confirmed in any case, others as far as time allows.
+        # If trials missed the quality on some seed, challengers will, too.
         uneven = next_trial.is_uneven(self._study.known) and self._options.objective in TO_TARGET
-        most = self._confirmation_seconds(misses=uneven)
-        kept = max(min(most, self._most_seconds / 2), self._confirmation_seconds(most=1))
+        kept = self._reserve(self._confirmation_seconds(misses=uneven))
         return self.seconds + kept < self._most_seconds
+
+    def _reserve(self, confirmation: float) -> float:
+        # Trials come first: they find faster challengers. One is confirmed in any case, others as
+        # far as time allows.
+        return max(min(confirmation, self._most_seconds / 2), self._confirmation_seconds(most=1))
 
     def is_spent_before(self, number: int) -> bool:
         """Return whether the trials before this one used up the budget.
@@ -95,7 +98,7 @@ class Budget:
     def outlook(self) -> str:
         """Return what is left to do and what it can show, once the reference is trained."""
         options, own = self._options, float(self._study.facts.get(REFERENCE_SECONDS, 0.0))
-        confirmation = self._confirmation_seconds(in_full=True)
+        confirmation = self._reserve(self._confirmation_seconds(in_full=True))
         trials = max(0.0, self._most_trials - len(self._study.known.taken))
         if own > 0 and math.isfinite(self._most_seconds):
             free = max(0.0, self._most_seconds - self.seconds - confirmation)
