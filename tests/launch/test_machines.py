@@ -176,3 +176,6 @@ def test_a_machine_that_is_lost_later_is_no_matter_of_ports() -> None:
     lost.__cause__ = BrokenPipeError("Broken pipe")
     why = agent._why(lost, Machines(2, 2, "first:29400"), have_met=True)
     assert why.startswith("no rendezvous answers at first:29400 (Broken pipe): continue the run by")
+    lost.__cause__ = TimeoutError()
+    why = agent._why(lost, Machines(2, 2, "first:29400"), have_met=True)
+    assert "(TimeoutError): continue the run by" in why

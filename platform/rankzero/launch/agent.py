@@ -137,7 +137,9 @@ def _why(error: RendezvousError, machines: Machines, *, have_met: bool) -> str:
         return f"{few}: {mend}, or give them longer by --rdzv-conf join_timeout=SECONDS"
     if "inner exception" not in str(error):
         return str(error) or type(error).__name__
-    none = f"no rendezvous answers at {place} ({str(error.__cause__).splitlines()[0]})"
+    # Some have no text, as a TimeoutError.
+    cause = str(error.__cause__).partition("\n")[0] or type(error.__cause__).__name__
+    none = f"no rendezvous answers at {place} ({cause})"
     if have_met:
         return f"{none}: continue the run by `rankzero resume` on each machine"
     return f"{none}: {mend}. The port must be open to all, and used by no other program"
