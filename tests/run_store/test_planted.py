@@ -419,10 +419,10 @@ def test_a_run_found_by_its_id_is_checked_too(tmp_path: Path) -> None:
     settle(folder)
     assert lookup.find(folder.path.parent, "a" * 32) == folder
     before = folder.path.stat()
-    (folder.path / "checkpoints").symlink_to("/")
+    (folder.path / "artifacts").symlink_to("/")
     assert lookup.find(folder.path.parent, "a" * 32) is None
     os.utime(folder.path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(names.InvalidRunFolder, match="'checkpoints'"):
+    with pytest.raises(names.InvalidRunFolder, match="'artifacts'"):
         lookup.find(folder.path.parent, "a" * 32)
 
 
