@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankzero import Choice, Experiment, Goal, Integer, Train, Uniform
-from rankzero.tuning.next_trial import challengers, from_earlier
+from rankzero.tuning.next_trial import challengers, from_earlier, upcoming
 from rankzero.tuning.space import BATCH_INDEX, FACTOR, PRECISION, make_space
 from rankzero.tuning.trial import REPEAT, Trial, Trials
 
@@ -24,6 +25,13 @@ class Mine(Experiment):
 
 
 SPACE = make_space(Mine(), 1, 0.5, ("fp32", "bf16"), samples=1000)
+
+
+class Wide(Mine):
+    search = {"width": Choice(8, 16, 32)}
+
+
+WIDE = make_space(Wide(), 1, 0.5, samples=1000)
 
 
 def trial(number: int, value: float, batch: int = 64, lr: float = 0.02, **more: Any) -> Trial:
@@ -77,6 +85,33 @@ def test_challengers_that_are_alike_are_confirmed_last() -> None:
     chosen = [[one.number for one in challengers(trials, SPACE, most)] for most in (3, 5)]
     # The last one is far too slow.
     assert chosen == [[0, 3, 4], [0, 3, 4, 1, 2]]
+
+
+def planned(*misses: Trial) -> list[Any]:
+    """Return the next six trials after a slow one that reached the quality and these misses."""
+    reached = trial(0, 9.0, **{BATCH_INDEX: 1, FACTOR: 1.0}, width=8)
+    tried = [*misses, *(trial(8, 99.0, quality=0.9, **{FACTOR: one}) for one in (0.1, 10.0))]
+    known = Trials(dataclasses.replace(one, number=at) for at, one in enumerate([reached, *tried]))
+    found = list[Any]()
+    for _ in range(6):
+        parameters = upcoming(known, [], WIDE)
+        if parameters is None:
+            break
+        found.append((parameters[BATCH_INDEX], parameters["width"]))
+        known.put(Trial(len(known), "PRUNED", parameters, None, {"quality": 1.0}, {}))
+    return found
+
+
+def test_a_fast_trial_that_missed_the_quality_gets_other_settings_first() -> None:
+    ours = {BATCH_INDEX: 4, FACTOR: 1.0, "width": 16}
+    assert planned()[:2] == [(2, 8), (0, 8)]
+    assert planned(trial(1, 3.0, quality=0.1, **ours))[:3] == [(4, 32), (4, 8), (2, 8)]
+    nearest = trial(1, 4.0, quality=0.05, **{**ours, BATCH_INDEX: 3})
+    both = planned(trial(2, 3.0, quality=0.1, **ours), nearest)
+    assert both[:4] == [(3, 32), (3, 8), (4, 32), (4, 8)]
+    # One is hardly faster than the best, one is too far from the quality.
+    for one in (trial(1, 6.5, quality=0.1, **ours), trial(1, 3.0, quality=0.3, **ours)):
+        assert planned(one)[:2] == [(2, 8), (0, 8)]
 
 
 def test_a_challenger_may_be_like_the_reference() -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from rankzero.confidence import pooled_deviation
 from rankzero.search_ranges import Choice, Integer, Range
 from rankzero.tuning.learning_curve import CurvePoint
-from rankzero.tuning.objective import MEMORY
+from rankzero.tuning.objective import MEMORY, QUALITY
 from rankzero.tuning.space import BATCH_INDEX, FACTOR, IN_STEPS, PRECISION, SPEED, Space
 from rankzero.tuning.trial import Trial, Trials
 
@@ -22,6 +22,7 @@ _CLOSE, _NEAR, _SLOW = 0.1, 0.5, 2.0  # relative, relative, times the best
 _MOST_RANKED = 100  # trials that are looked at for challengers
 _ALIKE = 2.0  # ratio of learning rates
 _MOST_EARLIER = 3
+_FASTER, _NEAR_MISS, _MOST_MISSES = 1.5, 0.25, 2  # times, gap to the quality, trials
 SEEDS = "seeds"
 """A fact of a trial: on how many seeds it was trained."""
 _STEP_TO_A_FIRST = 8.0  # of the learning rate, until a trial reaches the quality
@@ -169,7 +170,20 @@ def _around_the_best(trials: Trials, space: Space, *, is_speed: bool) -> list[Pa
         return [*space.further_lrs(own, tried, _STEP_TO_A_FIRST), *closer]
     if is_speed:
         return list(space.neighbours(own))
-    return [*space.further_lrs(own, tried), *space.neighbours(own), *closer]
+    misses = _fast_misses(trials, space, best)
+    changed = [one for miss in misses for one in space.changes(miss)]
+    return [*space.further_lrs(own, tried), *changed, *space.neighbours(own), *closer]
+
+
+def _fast_misses(trials: Trials, space: Space, best: Trial) -> list[Parameters]:
+    """Return the parameters of two much faster trials that missed the quality by least.
+
+    They take less time than the best trial, and another setting may be all that they need.
+    """
+    faster = itertools.takewhile(lambda one: _FASTER * one.rank < best.rank, trials.misses())
+    near = [one for one in faster if one.counts and one.constraints[QUALITY] < _NEAR_MISS]
+    near.sort(key=lambda one: one.constraints[QUALITY])
+    return [space.sped_up(one.parameters) for one in near[:_MOST_MISSES]]
 
 
 def leading(trials: Trials) -> Trial | None:

@@ -189,26 +189,26 @@ class Space:
         return {name: own[name] for name in self.parameters() if name != SPEED}
 
     def neighbours(self, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the parameters with the next batch size, or with the next option of one choice.
+        """Return the parameters with the next batch size, and then all `changes`.
 
-        Only the experiment's own choices of numbers have an order. After them come the same
-        parameters on all other numbers of devices, which show what each number is worth.
+        After them come the same parameters on all other numbers of devices, which show what each
+        number is worth.
         """
-        ordered: dict[str, Sequence[Any]] = {BATCH_INDEX: range(len(self.batch_sizes))}
+        found = _stepped(parameters, BATCH_INDEX, range(len(self.batch_sizes)))
+        others = (one for one in self.devices if one != self.devices_of(parameters))
+        return [*found, *self.changes(parameters), *(self.on(one, parameters) for one in others)]
+
+    def changes(self, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the parameters with the next option of one of the experiment's own choices.
+
+        Only choices of numbers have an order.
+        """
+        found = []
         for key, range_ in self.extras.items():
             # A bool has a number's operators, and no order that means anything.
             if isinstance(range_, Choice) and {type(one) for one in range_.options} <= {int, float}:
-                ordered[key] = sorted(range_.options)
-        found = []
-        for name, options in ordered.items():
-            if parameters.get(name) in options:
-                place = options.index(parameters[name])
-                near = [place + 1, place - 1]
-                found += [
-                    {**parameters, name: options[one]} for one in near if 0 <= one < len(options)
-                ]
-        others = (one for one in self.devices if one != self.devices_of(parameters))
-        return [*found, *(self.on(one, parameters) for one in others)]
+                found += _stepped(parameters, key, sorted(range_.options))
+        return found
 
     def further_lrs(
         self, parameters: Mapping[str, Any], tried: Sequence[float], step: float = _WIDE_STEP
@@ -277,6 +277,17 @@ class Space:
         """Return the learning rate of the scaling rule for a batch size."""
         ratio = batch_size / self.reference.train.batch_size
         return self.reference.lr * math.pow(ratio, self.lr_exponent)
+
+
+def _stepped(
+    parameters: Mapping[str, Any], name: str, options: Sequence[Any]
+) -> list[dict[str, Any]]:
+    """Return the parameters with the options next to their own one."""
+    if parameters.get(name) not in options:
+        return []
+    place = options.index(parameters[name])
+    near = (place + 1, place - 1)
+    return [{**parameters, name: options[one]} for one in near if 0 <= one < len(options)]
 
 
 def make_space(

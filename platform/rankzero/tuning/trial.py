@@ -149,6 +149,11 @@ class Trials(Sequence[Trial]):
         """Yield the complete trials: the feasible ones first, of each kind the best first."""
         return (self[number] for _, _, number in self._complete)
 
+    def misses(self) -> Iterator[Trial]:
+        """Yield the complete trials that are not feasible, the best value first."""
+        first = bisect.bisect_left(self._complete, (True,))
+        return (self[self._complete[at][2]] for at in range(first, len(self._complete)))
+
 
 def _order(trial: Trial) -> tuple[bool, float, int]:
     return not trial.feasible, trial.rank, trial.number
