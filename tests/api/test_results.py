@@ -48,17 +48,17 @@ def test_run_has_its_history(tmp_path: Path) -> None:
         evaluated(2, 0.6),
         started(2, step=1),
         again,
-        evaluated(3, 0.5, best=False),
+        evaluated(3, 0.5),
     )
     run = rankzero.run(folder.path.name, dir=tmp_path)
-    assert run.status == "DIED" and run.reason == "" and run.best == 0.6
+    assert run.status == "DIED" and run.reason == "" and run.best == 0.5
     assert run.metrics["train/loss"] == 7.0 and run.params["lr"] == 0.1
     table = run.history()
     assert list(table["step"]) == [1, 2, 3] and list(table["train/loss"]) == [1.0, 0.5, 7.0], (
         "the first values stay"
     )
     assert list(run.history("val/accuracy")["val/accuracy"]) == [0.6, 0.5]
-    assert "### DIED: at step 3 of 100" in run.report and "val/accuracy 0.6" in repr(run)
+    assert "### DIED: at step 3 of 100" in run.report and "val/accuracy 0.5" in repr(run)
     assert run.summary == {}
     append(folder, ended(metrics={"samples_per_second": 9.0, "train/loss": 6.0, "odd": "text"}))
     again = rankzero.run(folder.path.name, dir=tmp_path)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rankzero.catalog.summary import read_summary
 from rankzero.cli.display.terminal import print_table
 from rankzero.confidence import student_t
 from rankzero.events import DataDescribed, Evaluated
@@ -16,6 +17,7 @@ from rankzero.housekeeping.deletion import mark
 from rankzero.repeats import results
 from rankzero.repeats.plan import Repetition
 from rankzero.repeats.results import RunResult
+from rankzero.reporting.run_facts import facts_of
 from rankzero.run_store.folder import RunFolder
 from support.runs import T0, append, ended, evaluated, make_folder, started
 
@@ -116,6 +118,15 @@ def test_a_run_counts_with_its_best_evaluation_and_its_test(tmp_path: Path) -> N
     assert found.metrics["val/accuracy"] == 0.6 and found.metrics["val/loss"] == 0.4
     nothing = results.read(Repetition((), 0), RunFolder(tmp_path / "nowhere"))
     assert nothing.status == "" and not nothing.metrics
+
+
+def test_a_run_counts_without_the_evaluations_that_a_return_abandoned(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    append(folder, started(), evaluated(20, 0.5), evaluated(40, 0.95), started(2, step=20))
+    assert facts_of(folder).best == 0.5 and facts_of(folder).best_step == 20
+    append(folder, evaluated(40, 0.7), evaluated(60, 0.8), ended(metrics={"best": 0.8}))
+    assert facts_of(folder).best == read_summary(folder).best == 0.8
+    assert results.read(Repetition((), 0), folder).metrics["val/loss"] == 1 - 0.8
 
 
 def test_tables_are_whole_in_a_pipe_and_fit_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,9 +59,8 @@ class Facts:
     last_time: float = 0.0
     steps: int = 0
     total_steps: int | None = None
-    best: float | None = None
-    best_step: int = 0
-    best_metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    bests: list[tuple[int, Mapping[str, float]]] = dataclasses.field(default_factory=list)
+    """The step and the metrics of each evaluation that was the best, the newest last."""
     tested: Evaluated | None = None
     """The newest evaluation of the test sets."""
     checkpoints: dict[int, bool] = dataclasses.field(default_factory=dict)
@@ -75,6 +74,21 @@ class Facts:
     metric_steps: dict[str, int] = dataclasses.field(default_factory=dict)
     end: RunEnded | None = None
     """The newest attempt's end."""
+
+    @property
+    def best_step(self) -> int:
+        """The step of the goal's best value, or 0."""
+        return self.bests[-1][0] if self.bests else 0
+
+    @property
+    def best_metrics(self) -> Mapping[str, float]:
+        """All metrics at that step."""
+        return self.bests[-1][1] if self.bests else {}
+
+    @property
+    def best(self) -> float | None:
+        """The goal's best value of the weights that the run still has, or None."""
+        return number(self.best_metrics.get(self.goal.metric))
 
     @property
     def result(self) -> float | None:
@@ -110,7 +124,7 @@ def facts_of(folder: RunFolder) -> Facts:
         value = saved.metrics.get(facts.goal.metric)
         is_other = (path / checkpoint_files.DOWNLOADED).exists()
         if value is not None and is_other and facts.goal.better(value, facts.best):
-            facts.best, facts.best_step, facts.best_metrics = value, saved.step, saved.metrics
+            facts.bests.append((saved.step, saved.metrics))
     return facts
 
 
@@ -214,8 +228,9 @@ def _start(facts: Facts, event: RunStarted) -> None:
     facts.tags |= tags_of_user(event.environment)
     facts.note = facts.note or event.environment.get(DESCRIPTION, "")
     goal, facts.end = goal_of(event.params) or facts.goal, None
-    if (goal.metric, goal.mode) != (facts.goal.metric, facts.goal.mode):
-        facts.best, facts.best_step, facts.best_metrics = None, 0, {}
+    is_same = (goal.metric, goal.mode) == (facts.goal.metric, facts.goal.mode)
+    # A return to an older checkpoint abandons what was better later. Own loops have no step here.
+    facts.bests = [one for one in facts.bests if is_same and one[0] <= (event.step or one[0])]
     facts.goal = goal
     command = event.environment.get(_COMMAND)
     # A notebook does not know its own name.
@@ -265,6 +280,5 @@ def _evaluation(facts: Facts, event: Evaluated) -> None:
     facts.steps = max(facts.steps, event.step)
     if any(name.startswith("test/") for name in event.metrics):
         facts.tested = event
-    value = number(event.metrics.get(facts.goal.metric))
-    if value is not None and facts.goal.better(value, facts.best):
-        facts.best, facts.best_step, facts.best_metrics = value, event.step, event.metrics
+    if event.best and number(event.metrics.get(facts.goal.metric)) is not None:
+        facts.bests.append((event.step, event.metrics))
