@@ -133,6 +133,16 @@ def test_copy_is_the_same_run_in_another_store(
         bundle.copy(folder, uris.default_tracking_uri(mine))
 
 
+def test_copy_needs_no_temporary_folder(
+    roots: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, theirs = roots
+    folder, before = study(mine), held(mine, "study")
+    monkeypatch.setattr("tempfile.tempdir", str(mine / "full"))
+    run_id = bundle.copy(folder, uris.default_tracking_uri(theirs))
+    assert held(theirs, "study", run_id) == before
+
+
 @pytest.mark.parametrize(
     ("to", "why"),
     [("http://127.0.0.1:9/", "is in that store"), ("team:5000", "write http://team:5000")],

@@ -83,7 +83,9 @@ def write(folder: RunFolder, target: Path) -> None:
             archive.writestr(_MANIFEST, json.dumps({"version": 1, "runs": named}))
             for one in sizes:
                 _write_folder(archive, one)
-                _write_what_mlflow_has(archive, one)
+                # Next to the file, because a temporary folder may be too small for a model.
+                with tempfile.TemporaryDirectory(prefix=".rankzero-", dir=target.parent) as place:
+                    _write_what_mlflow_has(archive, one, Path(place))
         if sizes != {one: lookup.journal_bytes(one) for one in parts(folder) if one not in gone}:
             raise UserError(f"{folder.path.name} was continued meanwhile: wait for its end")
         temporary.replace(target)
@@ -110,7 +112,7 @@ def _write_folder(archive: zipfile.ZipFile, folder: RunFolder) -> None:
         _add(archive, redacted, base / folder.config.name)
 
 
-def _write_what_mlflow_has(archive: zipfile.ZipFile, folder: RunFolder) -> None:
+def _write_what_mlflow_has(archive: zipfile.ZipFile, folder: RunFolder, place: Path) -> None:
     run_id, base = lookup.mlflow_id(folder), PurePosixPath(_MLFLOW, folder.path.name)
     if run_id is None:
         return
@@ -121,21 +123,18 @@ def _write_what_mlflow_has(archive: zipfile.ZipFile, folder: RunFolder) -> None:
     _write_points(archive, str(base / _POINTS), _in_mlflow_alone(tracker, folder, run))
     tags = {key: value for key, value in run.tags.items() if key not in _OWN_TAGS}
     models: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="rankzero-") as temporary:
-        artifacts = Path(temporary, "artifacts")
-        tracker.download_artifacts(run_id, artifacts)
-        for model in tracker.models.of_run(run):
-            # Delivering the journal brings the checkpoints.
-            if model.model_type != "checkpoint" and model.status == "READY":
-                to = Path(temporary, "models", str(len(models)))
-                tracker.models.download_checkpoint(model.model_id, to)
-                step = int(model.tags.get("rankzero.step", "0"))
-                kind = model.model_type or ""
-                fields = {"name": model.name, "kind": kind, "step": step, "tags": dict(model.tags)}
-                models.append(fields)
-        download.require_plain_files(Path(temporary))
-        for path in _files(Path(temporary)):
-            _add(archive, path, base / path.relative_to(temporary).as_posix())
+    tracker.download_artifacts(run_id, place / "artifacts")
+    for model in tracker.models.of_run(run):
+        # Delivering the journal brings the checkpoints.
+        if model.model_type != "checkpoint" and model.status == "READY":
+            tracker.models.download_checkpoint(model.model_id, place / "models" / str(len(models)))
+            step = int(model.tags.get("rankzero.step", "0"))
+            kind = model.model_type or ""
+            fields = {"name": model.name, "kind": kind, "step": step, "tags": dict(model.tags)}
+            models.append(fields)
+    download.require_plain_files(place)
+    for path in _files(place):
+        _add(archive, path, base / path.relative_to(place).as_posix())
     fields = {"tags": tags, "models": models, "params": dict(run.params)}
     archive.writestr(str(base / "mlflow.json"), json.dumps(fields))
 
