@@ -133,14 +133,15 @@ def test_copy_is_the_same_run_in_another_store(
         bundle.copy(folder, uris.default_tracking_uri(mine))
 
 
-def test_copy_needs_no_temporary_folder(
+def test_copy_has_the_checkpoints_of_mlflow_and_needs_no_temporary_folder(
     roots: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, theirs = roots
     folder, before = study(mine), held(mine, "study")
+    shutil.rmtree(folder.checkpoints)
     monkeypatch.setattr("tempfile.tempdir", str(mine / "full"))
     run_id = bundle.copy(folder, uris.default_tracking_uri(theirs))
-    assert held(theirs, "study", run_id) == before
+    assert held(theirs, "study", run_id) == before and not folder.checkpoints.exists()
 
 
 @pytest.mark.parametrize(

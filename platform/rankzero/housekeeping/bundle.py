@@ -30,7 +30,7 @@ from rankzero.mlflow_store import limits, uris
 from rankzero.mlflow_store.items import CLAIM, DESCRIPTION, MetricPoint
 from rankzero.permanent_errors import refusal
 from rankzero.redaction.text import url_without_secrets
-from rankzero.run_store import delivery_state, names, removal, run_locks
+from rankzero.run_store import checkpoint_files, delivery_state, names, removal, run_locks
 from rankzero.run_store.attempt import is_written
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import read_all
@@ -123,18 +123,22 @@ def _write_what_mlflow_has(archive: zipfile.ZipFile, folder: RunFolder, place: P
     _write_points(archive, str(base / _POINTS), _in_mlflow_alone(tracker, folder, run))
     tags = {key: value for key, value in run.tags.items() if key not in _OWN_TAGS}
     models: list[dict[str, Any]] = []
-    tracker.download_artifacts(run_id, place / "artifacts")
+    tracker.download_artifacts(run_id, place / base / "artifacts")
     for model in tracker.models.of_run(run):
-        # Delivering the journal brings the checkpoints.
-        if model.model_type != "checkpoint" and model.status == "READY":
-            tracker.models.download_checkpoint(model.model_id, place / "models" / str(len(models)))
-            step = int(model.tags.get("rankzero.step", "0"))
-            kind = model.model_type or ""
+        step, kind = int(model.tags.get("rankzero.step", "0")), model.model_type or ""
+        checkpoint = checkpoint_files.folder_of(folder.checkpoints, step)
+        # Delivering the journal brings the checkpoints. MLflow may have more than this disk.
+        if model.status != "READY" or (kind == "checkpoint" and checkpoint.exists()):
+            continue
+        to = place / _RUNS / checkpoint.relative_to(folder.path.parent)
+        if kind != "checkpoint":
+            to = place / base / "models" / str(len(models))
             fields = {"name": model.name, "kind": kind, "step": step, "tags": dict(model.tags)}
             models.append(fields)
+        tracker.models.download_checkpoint(model.model_id, to)
     download.require_plain_files(place)
     for path in _files(place):
-        _add(archive, path, base / path.relative_to(place).as_posix())
+        _add(archive, path, PurePosixPath(path.relative_to(place).as_posix()))
     fields = {"tags": tags, "models": models, "params": dict(run.params)}
     archive.writestr(str(base / "mlflow.json"), json.dumps(fields))
 
