@@ -144,16 +144,13 @@ def test_database_without_a_driver_a_place_or_an_answer(
 
 @pytest.fixture
 def server() -> Iterator[tuple[str, dict[str, int]]]:
-    """A server that answers /health with the status in the dictionary."""
+    """A server that answers with the status in the dictionary, or 401 without the token."""
     answer = {"status": 200}
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(answer["status"] if self.path == "/health" else 500)
-            self.end_headers()
-
         def do_POST(self) -> None:
-            self.send_response(200)
+            may = self.headers["authorization"] == "Bearer valid"
+            self.send_response(answer["status"] if may else 401)
             self.end_headers()
             experiment = {"experiment_id": "1", "artifact_location": "s3://bucket"}
             self.wfile.write(json.dumps({"experiments": [experiment]}).encode())
@@ -170,27 +167,38 @@ def server() -> Iterator[tuple[str, dict[str, int]]]:
 
 
 @pytest.mark.parametrize(
-    ("status", "says"), [(200, "install boto3"), (401, None), (404, "not an MLflow server")]
+    ("token", "status", "says"),
+    [
+        ("valid", 200, "install boto3"),
+        ("expired", 200, "MLFLOW_TRACKING_PASSWORD, or a valid token"),
+        ("valid", 404, "correct the tracking URI"),
+    ],
 )
-def test_health_of_a_server(
+def test_server_is_asked_with_the_login_of_the_runs(
+    token: str,
     status: int,
-    says: str | None,
+    says: str,
     server: tuple[str, dict[str, int]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", token)
     address, answer = server
     answer["status"] = status
-    check = doctor.tracking_store(tmp_path, f"http://me:hunter2@{address}")
-    assert (check.fix is None) if says is None else says in str(check.fix)
-    assert check.found.startswith(f"http://{address}") and "hunter2" not in str(check)
+    check = doctor.tracking_store(tmp_path, f"http://{address}")
+    assert says in str(check.fix) and check.found == f"http://{address}"
+
+
+def test_password_of_a_server_is_not_shown(server: tuple[str, dict[str, int]]) -> None:
+    check = doctor.tracking_store(Path(), f"http://me:hunter2@{server[0]}")
+    assert "hunter2" not in str(check) and check.fix
 
 
 def test_server_that_does_not_answer(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        check = doctor.tracking_store(tmp_path, address, timeout=0.05)
+        check = doctor.tracking_store(tmp_path, address, timeout=1)
     assert "timed out" in str(check.fix)
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
+import math
 import os
 import platform
 import shutil
 import sqlite3
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from rich.markup import escape
 
 from rankzero.catalog import moved
 from rankzero.errors import FAILED, FINISHED
+from rankzero.permanent_errors import lacks_rights
 
 _GIGABYTE = 1e9
 _LEAST_SHARED, _LEAST_DISK = 1 * _GIGABYTE, 5 * _GIGABYTE
@@ -110,7 +110,7 @@ def shared_memory(folder: Path = Path("/dev/shm"), usage: _DiskUsage = shutil.di
 
 
 def tracking_store(root: Path, tracking_uri: str | None = None, timeout: float = 3.0) -> Check:
-    """Check that the store answers: a database checks itself, a server has a health page."""
+    """Check that the store answers: a database checks itself, a server lists its experiments."""
     from rankzero.mlflow_store import drivers, uris
     from rankzero.redaction.text import url_without_secrets
 
@@ -121,9 +121,7 @@ def tracking_store(root: Path, tracking_uri: str | None = None, timeout: float =
         if (path := uris.sqlite_path(uri)) is not None:
             note = _check_sqlite(path, timeout)
         elif uri.startswith(("http://", "https://")):
-            note = _check_server(url_without_secrets(uri), timeout)
-            if not note:
-                _check_artifacts(uri)
+            note = _check_server(uri, timeout)
         elif drivers.is_database(uri):
             note = _check_database(uri, uris.artifact_root(uri), timeout)
         else:
@@ -166,30 +164,27 @@ def _check_database(uri: str, artifact_root: str | None, timeout: float) -> str:
     return ""
 
 
-def _check_artifacts(uri: str) -> None:
-    """Raise UserError if this machine cannot write where the server's artifacts go."""
+def _check_server(uri: str, timeout: float) -> str:
+    """Return no note on a server that can be used. Raises UserError, RuntimeError.
+
+    The client of the runs asks, with their login and certificates.
+    """
     from rankzero.mlflow_store.client.experiments import artifact_locations
+    from rankzero.mlflow_store.client.mlflow_compat import request_timeout
     from rankzero.mlflow_store.drivers import require_client
+    from rankzero.redaction.text import line_without_secrets
 
-    for location in artifact_locations(uri):
-        require_client(location)
-
-
-def _check_server(address: str, timeout: float) -> str:
-    """Return a note on a server that answers. Raises RuntimeError if it is not MLflow's."""
     try:
-        with urllib.request.urlopen(f"{address}/health", timeout=timeout):
-            return ""
-    except urllib.error.HTTPError as error:
-        error.close()
-        if error.code not in (401, 403):
-            what = f"this is not an MLflow server ({error}): correct the tracking URI"
-            raise RuntimeError(what) from error
-        variables = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
-        return f" (needs a login: set {variables}, or a token)"
-    except OSError as error:
-        what = f"no answer ({error}): start the server, or correct the tracking URI"
-        raise RuntimeError(what) from error
+        with request_timeout(math.ceil(timeout), once=True, at_most=True):
+            locations = artifact_locations(uri)
+    except Exception as error:
+        fix = "start the server, or correct the tracking URI"
+        if lacks_rights(error):
+            fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or a valid token"
+        raise RuntimeError(f"{line_without_secrets(str(error))}: {fix}") from error
+    for location in locations:
+        require_client(location)
+    return ""
 
 
 class TorchPair(NamedTuple):
