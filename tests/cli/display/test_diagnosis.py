@@ -285,6 +285,19 @@ def test_timeline_is_ordered_and_short() -> None:
         assert words in told, told
 
 
+def test_doctor_shows_the_first_ranks_of_the_newest_launch(tmp_path: Path) -> None:
+    append(folder := make_folder(tmp_path), started(), ended("FAILED"))
+    for launch, moment in (("zz", 1e9), ("aa", 2e9)):
+        attempt = folder.path / "logs" / launch / "attempt_0"
+        for rank in range(12):
+            (attempt / f"{rank}").mkdir(parents=True)
+            (attempt / f"{rank}" / "stderr.log").write_text(launch)
+            (attempt / f"{rank}" / "stdout.log").write_text(launch)
+        os.utime(attempt, (moment, moment))
+    shown = dict(command.sections(folder))["the ranks' last output (logs/)"]
+    assert shown[::2] == [f"aa/attempt_0/{rank}/stderr.log: aa" for rank in range(8)]
+
+
 def test_doctor_shows_failures_delivery_and_logs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,12 +53,19 @@ def sections(folder: RunFolder) -> Iterator[tuple[str, list[str]]]:
     yield "the recorder's warnings", list(_warnings(folder))
     if listed.status in ("FAILED", "DIED", "KILLED"):
         found = []
-        for path in sorted((folder.path / "logs").glob("*/attempt_*/*/std*.log"))[-2 * _LINES :]:
+        for path in _output_files(folder.path / "logs"):
             name = escape(str(path.relative_to(folder.path / "logs")))
             lines = [line for line in _end_of(path, _OUTPUT_BYTES).splitlines() if line.strip()]
             found += [f"{name}: {escape(line[:300])}" for line in lines[-3:]]
         yield "the ranks' last output (logs/)", found
     yield "what to do next", list(_advice(folder, listed))
+
+
+def _output_files(logs: Path) -> list[Path]:
+    """Return what the first ranks of the newest launch printed. The names of launches are drawn."""
+    newest = sorted(logs.glob("*/attempt_*"), key=lambda one: one.stat().st_mtime_ns)[-1:]
+    found = (path for attempt in newest for path in attempt.glob("*/std*.log"))
+    return sorted(found, key=lambda one: (len(one.parent.name), one))[: 2 * _LINES]
 
 
 def _current_state(folder: RunFolder, status: str) -> Iterator[str]:
