@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from rankzero.cli import main
+from rankzero.run_store.folder import RunFolder
+from rankzero.tracking import sync
+from rankzero.tracking.delivery_status import Delivery
 from support.runs import append, make_folder, settle, started, steps
 
 
@@ -37,6 +40,23 @@ def test_a_dead_run_whose_lock_cannot_be_opened_hides_no_other(
     found = {run["name"]: run["status"] for run in json.loads(printed.out)}
     assert found == {one.path.name: status, other.path.name: "FAILED"}
     assert f"{one.path.name}: {error}[Errno " in printed.err
+
+
+def test_a_store_that_fails_is_asked_for_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked, deliver = list[RunFolder](), sync.deliver
+    for _ in range(3):
+        append(folder := make_folder(tmp_path, "http://127.0.0.1:1"), started(), steps(1, 3))
+        settle(folder)
+
+    def counted(folder: RunFolder, patience: float) -> Delivery:
+        asked.append(folder)
+        return deliver(folder, patience=patience / 50)
+
+    monkeypatch.setattr(sync, "deliver", counted)
+    assert main.main(["runs", "--dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().err.count(": not in MLflow yet (") == 3 and len(asked) == 1
 
 
 def test_a_negative_number_of_runs_is_refused(

@@ -19,6 +19,7 @@ from rankzero.catalog.summary import ELSEWHERE, Summary
 from rankzero.cli.display.terminal import table_console
 from rankzero.errors import UserError
 from rankzero.reporting.run_report import duration
+from rankzero.run_store import delivery_state
 from rankzero.run_store.folder import FolderGone, RunFolder
 from rankzero.run_store.location import is_offline
 from rankzero.run_store.names import InvalidRunFolder, printable
@@ -93,21 +94,33 @@ def _closed(runs: Path) -> list[Summary]:
     found = [folder for folder in died if dead_runs.is_stale(folder) and _is_closed(folder)]
     if not found:
         return listed
+    # MLflow shows a run as RUNNING until its end is delivered, and nobody else would do that.
+    _deliver([] if is_offline() else found)
+    return lookup.listed(runs)
+
+
+def _deliver(folders: Sequence[RunFolder]) -> None:
+    """Deliver runs, and print which ones MLflow lacks. A store that fails is asked for one run."""
     # A list seldom needs it, and it imports many modules.
     from rankzero.tracking import sync
 
-    # MLflow shows a run as RUNNING until its end is delivered, and nobody else would do that.
-    for folder in () if is_offline() else found:
-        try:
-            result = sync.deliver(folder, patience=_PATIENCE_SECONDS)
-        except (FolderGone, InvalidRunFolder, OSError) as error:
-            print(f"{folder.path.name}: {error}", file=sys.stderr)
-            continue
-        if result.pending:
+    failing = dict[str, str]()
+    for folder in folders:
+        uri = folder.identity.tracking_uri
+        if (why := failing.get(uri)) is None:
+            try:
+                result = sync.deliver(folder, patience=_PATIENCE_SECONDS)
+            except (FolderGone, InvalidRunFolder, OSError) as error:
+                print(f"{folder.path.name}: {error}", file=sys.stderr)
+                continue
+            if not result.pending:
+                continue
             why = result.error or "no answer"
-            again = command_lines.line(runs.parent, "sync")
-            print(f"{folder.path.name}: not in MLflow yet ({why}): {again}", file=sys.stderr)
-    return lookup.listed(runs)
+            is_gone = delivery_state.load(delivery_state.path_of(folder, 0)).retries.gone
+            # Without an error, it waits for its parent. One that is gone says nothing of others.
+            failing |= {uri: why} if result.error and not is_gone else {}
+        again = command_lines.line(folder.root, "sync")
+        print(f"{folder.path.name}: not in MLflow yet ({why}): {again}", file=sys.stderr)
 
 
 def _is_closed(folder: RunFolder) -> bool:
