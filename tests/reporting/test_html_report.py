@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from rankzero.tuning.reports.study_run import StudyRun
 from support.browser import check_page, chromium, screenshots
 from support.memory_store import MemoryStore, delivered
 from support.pictures import arrays, taken
-from support.runs import append, ended, evaluated, make_folder, started, steps
+from support.runs import T0, append, ended, evaluated, make_folder, started, steps
 
 STUDY = {"search.sampler": "tpe"}  # a param that only a study's run has
 HOSTILE = "val/</script><script>alert(1)"
@@ -90,6 +91,16 @@ def test_a_study_has_the_charts_of_its_search_and_no_picture_of_them(tmp_path: P
     html_report.write(path, [own])
     shown = texts_of(path.read_text())
     assert "<h3>Speed</h3>" not in shown and "<img " in shown, "a user's own file"
+
+
+def test_the_newest_pictures_that_a_program_logged_are_in_the_page(tmp_path: Path) -> None:
+    append(folder := make_folder(tmp_path), started(), ended())
+    for epoch in range(13):
+        (picture := folder.artifacts / f"{epoch:02}.png").parent.mkdir(exist_ok=True)
+        picture.write_bytes(b"png")
+        os.utime(picture, (T0 + epoch, T0 + epoch))
+    shown = "".join(html_report._pictures(folder, []))
+    assert 'alt="12"' in shown and 'alt="01"' in shown and 'alt="00"' not in shown
 
 
 def test_several_runs_show_what_differs(tmp_path: Path) -> None:

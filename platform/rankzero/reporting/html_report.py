@@ -133,7 +133,7 @@ def _pictures(folder: RunFolder, missing: list[str]) -> Iterator[str]:
             missing.append(f"the pictures of {folder.path.name}: {why}")
             yield f"<p>This page lacks {html.escape(missing[-1])}</p>"
             found = {}
-        pictures = sorted(folder.artifacts.rglob("*.png"))
+        pictures = sorted(folder.artifacts.rglob("*.png"), key=lambda one: -one.lstat().st_mtime_ns)
         logged = [one for one in pictures if not symlinks.leads_out(one, folder.artifacts)]
         found |= {str(one.relative_to(folder.artifacts).with_suffix("")): one for one in logged}
         if found:
