@@ -41,6 +41,7 @@ from rankzero.events import (
 )
 from rankzero.integrations.deferred_run import DeferredRun
 from rankzero.integrations.own_loop import values
+from rankzero.integrations.own_loop.attempt import command
 from rankzero.integrations.own_loop.metric_history import MetricHistory
 from rankzero.integrations.own_loop.null_run import NullTrackedRun
 from rankzero.integrations.own_loop.params import params_of
@@ -1073,3 +1074,16 @@ def test_the_id_waits_longer_for_a_slow_import_than_for_an_mlflow_that_fails() -
     save()
     run._attempt.begun -= 40.0
     assert run.id is None
+
+
+def test_command_of_a_run_has_its_module_and_torchrun() -> None:
+    argv = ["/x/pkg/__main__.py", "--lr", "1"]
+    main = SimpleNamespace(__spec__=SimpleNamespace(name="pkg.__main__", origin=argv[0]))
+    assert command(argv, {}, main) == ["python", "-m", "pkg", "--lr", "1"]
+    launched = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2")
+    launched |= {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "LOCAL_RANK": "0"}
+    words = ["torchrun", "--nnodes=1", "--nproc-per-node=2"]
+    assert command(argv, launched, main) == [*words, "-m", "pkg", "--lr", "1"]
+    # A profiler runs another file, and its own module stays the main one.
+    assert command(["x.py"], launched, main) == [*words, "x.py"]
+    assert command(["x.py"], {}, main) == ["x.py"]

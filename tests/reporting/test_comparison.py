@@ -168,6 +168,7 @@ def test_the_commands_that_repeat_a_run() -> None:
     assert commands(limited, ended(), submitted)[1:] == ["rankzero resume mine-again"]
     assert commands(begun("train.py --lr 3")) == ["python train.py --lr 3"]
     assert commands(begun("/x/ipykernel_launcher.py -f /y/kernel-1.json")) == []
+    assert commands(begun("python -m ipykernel_launcher -f /y/kernel-1.json")) == []
     assert commands(started()) == []
 
 

@@ -234,7 +234,7 @@ def _start(facts: Facts, event: RunStarted) -> None:
     facts.goal = goal
     command = event.environment.get(_COMMAND)
     # A notebook does not know its own name.
-    if command and "kernel_launcher.py" not in command:
+    if command and "kernel_launcher" not in command:
         facts.every_command.append((command, at_limit, interrupted))
 
 

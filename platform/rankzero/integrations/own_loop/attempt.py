@@ -7,14 +7,16 @@ import dataclasses
 import functools
 import itertools
 import json
+import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from rankzero import ranks
 from rankzero.events import Event, RunEnded, RunStarted
 from rankzero.experiment import Goal
 from rankzero.integrations.own_loop import process_end
@@ -65,7 +67,7 @@ class Attempt:
 
     def start(self, params: Mapping[str, str]) -> None:
         """Log the start of the attempt."""
-        environment = provenance.record(self.log.folder.artifacts, sys.argv)
+        environment = provenance.record(self.log.folder.artifacts, command(sys.argv, os.environ))
         environment |= {provenance.OWN_LOOP: "true", provenance.KEEP: str(self._keep)}
         if self._goal != Goal():
             environment[provenance.GOAL] = json.dumps(dataclasses.astuple(self._goal))
@@ -208,6 +210,18 @@ class Attempt:
         if self.checkpoints is not None:
             patience_seconds = self.log.patience_seconds(finished=finished)
             self.log_all(self.checkpoints.close(patience_seconds))
+
+
+def command(argv: Sequence[str], environ: Mapping[str, str], main: object = None) -> list[str]:
+    """Return the command that started this program: with ``-m`` or torchrun, if it had them."""
+    spec: Any = getattr(main or sys.modules["__main__"], "__spec__", None)
+    is_module = spec is not None and [*argv[:1]] == [spec.origin]
+    words = ["-m", spec.name.removesuffix(".__main__"), *argv[1:]] if is_module else [*argv]
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return ["python", *words] if is_module else words
+    mine = ranks.detect(environ)
+    counts = f"--nnodes={mine.node_count}", f"--nproc-per-node={mine.local_world_size}"
+    return ["torchrun", *counts, *words]
 
 
 def guarded(consequence: str, action: Callable[[], None], notice: Callable[[str], None]) -> bool:
