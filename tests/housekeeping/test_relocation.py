@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 import shutil
@@ -167,6 +168,13 @@ def test_files_that_are_in_the_former_place_alone_are_named(
     assert relocated(root) == 0 and late.identity.experiment_file
     shutil.rmtree(project)
     assert "notes.txt" in fetched(root, "late", tmp_path / "files")
+
+
+def test_of_two_former_places_the_lower_one_counts() -> None:
+    with contextlib.closing(sqlite3.connect(":memory:")) as database:
+        database.execute("CREATE TABLE runs AS SELECT 'file:///a/b/artifacts/1' AS artifact_uri")
+        found = [*relocation._changes(database, [Path("/a"), Path("/a/b")], Path("/new"))]
+    assert [one.new for one in found] == ["file:///new/artifacts/1"]
 
 
 def test_links_and_places_that_a_user_chose_are_left_alone(

@@ -101,15 +101,18 @@ def _former_stores(here: Path, folders: list[RunFolder]) -> Iterator[Path]:
 
 
 def _changes(database: sqlite3.Connection, places: list[Path], here: Path) -> Iterator[_Change]:
+    # Of two places that contain a path, the lower one comes first, and counts.
+    roots = [*itertools.product(sorted(places, reverse=True), (Path.__str__, Path.as_uri))]
     for table, column in _COLUMNS:
         with contextlib.suppress(sqlite3.OperationalError):
             # Names of MLflow's own tables.
             rows = database.execute(f"SELECT DISTINCT {column} FROM {table}")  # noqa: S608
             for (old,) in rows.fetchall():
-                for place, text in itertools.product(places, (Path.__str__, Path.as_uri)):
+                for place, text in roots:
                     before, after = (text(root) + "/" for root in (place, here))
                     if str(old).startswith(before):
                         yield _Change(table, column, place, old, after + old[len(before) :])
+                        break
 
 
 def _require_files(changes: list[_Change], here: Path) -> None:
