@@ -121,7 +121,6 @@ def _write_what_mlflow_has(archive: zipfile.ZipFile, folder: RunFolder, place: P
     if other_attempt(folder, run) is not None:
         raise _part_is_missing(folder)
     _write_points(archive, str(base / _POINTS), _in_mlflow_alone(tracker, folder, run))
-    tags = {key: value for key, value in run.tags.items() if key not in _OWN_TAGS}
     models: list[dict[str, Any]] = []
     tracker.download_artifacts(run_id, place / base / "artifacts")
     for model in tracker.models.of_run(run):
@@ -139,7 +138,7 @@ def _write_what_mlflow_has(archive: zipfile.ZipFile, folder: RunFolder, place: P
     download.require_plain_files(place)
     for path in _files(place):
         _add(archive, path, PurePosixPath(path.relative_to(place).as_posix()))
-    fields = {"tags": tags, "models": models, "params": dict(run.params)}
+    fields = {"tags": dict(run.tags), "models": models, "params": dict(run.params)}
     archive.writestr(str(base / "mlflow.json"), json.dumps(fields))
 
 
