@@ -101,7 +101,7 @@ def _former_stores(here: Path, folders: list[RunFolder]) -> Iterator[Path]:
 
 
 def _changes(database: sqlite3.Connection, places: list[Path], here: Path) -> Iterator[_Change]:
-    # Of two places that contain a path, the lower one comes first, and counts.
+    # The lower of two places that contain a path comes first, and counts.
     roots = [*itertools.product(sorted(places, reverse=True), (Path.__str__, Path.as_uri))]
     for table, column in _COLUMNS:
         with contextlib.suppress(sqlite3.OperationalError):
