@@ -72,8 +72,9 @@ CASES = [
     ),
     *(
         Case(f"{name}-probe", {"train__strategy": name, "probe": "left out", **NORMED}, stop_at=3)
-        for name in ("ddp", "zero1", "fsdp", "tp")
+        for name in STRATEGIES
     ),
+    Case("pp-by-layer", {"train__strategy": "pp", "by_layer": True}, stop_at=3),
     Case("tp-dropout", {"train__strategy": "tp", "dropout": 0.3}),
     *(
         Case(
@@ -256,7 +257,7 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole(
     assert one["losses"] != alone()["losses"]
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero1", "fsdp", "tp"])
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_what_the_optimizer_leaves_out_has_no_part_in_the_norm(
     folder: Path, alone: Any, name: str
 ) -> None:
@@ -264,6 +265,12 @@ def test_what_the_optimizer_leaves_out_has_no_part_in_the_norm(
     assert "error" not in two and two["begun"] == [0, 4]
     for metric in ("train/loss", "train/gradient_norm"):
         assert two["logged"][metric] == pytest.approx(one["logged"][metric], rel=1e-4)
+
+
+def test_a_stage_trains_its_part_of_the_groups_of_the_whole_model(folder: Path, alone: Any) -> None:
+    one, two = alone(by_layer=True), seen(folder, "pp-by-layer")
+    assert "error" not in two and two["begun"] == [0, 4]
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-4)
 
 
 def test_partial_gradients_are_clipped_by_their_sum(folder: Path, alone: Any) -> None:

@@ -34,11 +34,11 @@ def of(experiment: Experiment, model: nn.Module, *, fuse: bool = True) -> Optimi
     if isinstance(made, Mapping):
         joint_optimizer.check(made, model)
         for one in made.values():
-            refuse_others(one, model)
+            _refuse_others(one, model)
         parts = {name: fused(one, model) if fuse else one for name, one in made.items()}
         return JointOptimizer(parts)
     _freeze_others(made, model)
-    refuse_others(made, model)
+    _refuse_others(made, model)
     return fused(made, model) if fuse else made
 
 
@@ -57,7 +57,7 @@ def _freeze_others(optimizer: Optimizer, model: nn.Module) -> None:
             parameter.requires_grad_(False)
 
 
-def refuse_others(optimizer: Optimizer, model: nn.Module) -> None:
+def _refuse_others(optimizer: Optimizer, model: nn.Module) -> None:
     """Raise UserError for a parameter that `model` does not have.
 
     No checkpoint would have it, each rank would train its own, and no clipping would count it.

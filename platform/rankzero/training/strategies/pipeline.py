@@ -19,11 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.utils._pytree import tree_map
 
@@ -36,6 +32,7 @@ from rankzero.training.distributed import torch_compat
 from rankzero.training.distributed.world import TRAINING_TIMEOUT, World
 from rankzero.training.metrics.window import check_metrics, check_names
 from rankzero.training.optimization import optimizers
+from rankzero.training.optimization.joint_optimizer import JointOptimizer
 from rankzero.training.strategies import parameter_names, replicated
 from rankzero.training.strategies.base import (
     Measure,
@@ -149,15 +146,17 @@ class Pipeline:
         self.model.load_state_dict(mine)
 
     def state(self) -> dict[str, Any]:
-        parts = self._gathered(get_optimizer_state_dict(self.model, self.optimizer))
+        mine = parameter_names.order(self.model, self.optimizer)
+        parts = self._gathered(parameter_names.by_name(self.optimizer.state_dict(), mine))
         return {"model": self.model_state(), "optimizer": parameter_names.joined(parts)}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         self.load_model(saved["model"])
         # The whole optimizer's order turns a plain model's numbers into names.
         named = parameter_names.by_name(saved["optimizer"], self._names)
-        part = parameter_names.part_of(named, dict(self.model.named_parameters()))
-        set_optimizer_state_dict(self.model, self.optimizer, part)
+        mine = parameter_names.order(self.model, self.optimizer)
+        part = parameter_names.part_of(named, mine)
+        self.optimizer.load_state_dict(parameter_names.by_number(part, mine))
 
     def _gathered(self, mine: Any) -> list[Any]:
         """Return every rank's content on rank 0, and nothing on the others. Collective.
@@ -234,14 +233,12 @@ def build(
         )
     if not world.is_distributed:
         return replicated.single(experiment, model.to(world.device), world)
-    whole = experiment.optimizer(model)
-    if isinstance(whole, Mapping):
+    whole = optimizers.of(experiment, model, fuse=False)
+    if isinstance(whole, JointOptimizer):
         raise UserError(
-            f"train.strategy=pp takes one optimizer, and optimizer() returned {len(whole)}: return "
-            "one, or use ddp or fsdp"
+            f"train.strategy=pp takes one optimizer, and optimizer() returned {len(whole.parts)}: "
+            "return one, or use ddp or fsdp"
         )
-    optimizers.check_steps_alone(whole)
-    optimizers.refuse_others(whole, model)
     names = parameter_names.order(model, whole)
     size = train.batch_size // _micro_batch_count(train, world.size)
 
@@ -251,7 +248,19 @@ def build(
     stage = make_stage(
         model, experiment.split_points(), world.ranks.rank, world.size, world.device, micro_batch
     )
-    return Pipeline(stage, optimizers.of(experiment, stage.submod), names, train, world)
+    return Pipeline(stage, _of_stage(whole, stage.submod), names, train, world)
+
+
+def _of_stage(whole: torch.optim.Optimizer, stage: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer with a stage's parameters alone. It keeps all groups, some empty."""
+    own = set(stage.parameters())
+    for group in whole.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter in own]
+    for other in whole.state.keys() - own:
+        del whole.state[other]
+    # Some optimizers make their state at once, where the parameters were then.
+    whole.load_state_dict(whole.state_dict())
+    return optimizers.fused(whole, stage)
 
 
 def _micro_batch_count(train: Train, stages: int) -> int:
