@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,3 +76,20 @@ def test_a_statistic_that_is_nan_ends_the_run_at_once(train: Trainer) -> None:
 def test_a_weight_that_is_not_finite_ends_the_run_at_once(train: Trainer) -> None:
     with pytest.raises(NotFinite, match="train/loss is not finite at step 5: lower lr"):
         train(gaps(4, infinite=True))
+
+
+class Overflowing(Gaps):
+    """Has a finite loss, and no finite gradient, in some steps."""
+
+    def measure(self, model: Any, batch: Any, at: Any) -> Any:
+        measured = super(Gaps, self).measure(model, batch)
+        if at.step in self.unknown:
+            measured["loss"] = measured["loss"] + (0 * model(batch[0])).sum().sqrt()
+        return measured
+
+
+def test_a_gradient_that_is_never_finite_ends_the_run(train: Trainer, tmp_path: Path) -> None:
+    every = vars(tiny(train__steps=40, train__log_every=1, train__precision="fp16"))
+    assert train(Overflowing(**every | {"unknown": range(5)})).state.step == 40
+    with pytest.raises(NotFinite, match=r"loss scale of fp16 is 7\.6e-06 at step 33, because"):
+        train(Overflowing(**every | {"unknown": range(40)}), tmp_path / "never")

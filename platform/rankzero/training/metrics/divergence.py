@@ -1,7 +1,7 @@
-"""Decides whether a loss that is no finite number ends the training.
+"""Decides whether a loss or a gradient that is no finite number ends the training.
 
 A batch without a known target has the loss NaN and no gradients. fp16's loss scaler skips a step of
-which the loss is infinite. Both do no harm. A weight that is NaN makes every later loss NaN.
+which a gradient is not finite. Both do no harm. A weight that is NaN makes every later loss NaN.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from rankzero.errors import NotFinite
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.metrics.window import WindowStats
 
-# A loss that is NaN in each step teaches nothing, and the scaler may skip steps for ever.
+# A loss that is NaN in each step teaches nothing.
 _MOST_REPORTS = 20
+# The scaler begins with 2**16 and halves its scale in each step that it skips.
+_LEAST_SCALE = 2.0**-16
 
 
 class Divergence:
@@ -25,11 +27,13 @@ class Divergence:
 
     def __init__(self, job: TrainingContext, state: State, notice: Callable[[str], None]) -> None:
         self._world, self._state, self._notice = job.world, state, notice
+        self._scaler = job.precision.scaler
         self._reports = 0
         self._is_told = False
 
     def check(self, window: WindowStats) -> None:
         """Raise NotFinite if the training has diverged. Collective if the loss is not finite."""
+        self._check_scale()
         # It does not matter on which of its steps a window ends.
         if window.is_finite or any(map(math.isfinite, window.values["loss"])):
             self._reports = 0
@@ -46,6 +50,14 @@ class Divergence:
         if not self._is_told:
             self._notice(f"{found}, but every weight is: the training continues")
             self._is_told = True
+
+    def _check_scale(self) -> None:
+        # The report has waited for the device, so this costs no wait.
+        if self._scaler is not None and (scale := self._scaler.get_scale()) < _LEAST_SCALE:
+            raise NotFinite(
+                f"the loss scale of fp16 is {scale:.2g} at step {self._state.step}, because the "
+                "gradients are not finite: lower lr, set train.clip, or use bf16"
+            )
 
 
 def _is_sound(tensor: Tensor) -> bool:
