@@ -53,12 +53,12 @@ class RunLifecycle:
     ) -> None:
         """Emit RunStarted, with `tags` and the digests of `data` as tags, and `data` itself.
 
-        Rank 0 writes the settings before it: those of an attempt that never began are not kept.
+        Rank 0 writes the settings before it: those of an attempt that ends in set-up are not kept.
         """
         if self._is_started:
             return
         self._is_started = True
-        if self._log.attempt:
+        if self._log.attempt and total_steps is not None:
             try:
                 write_config(self._log.folder, self._experiment)
             except OSError as error:
