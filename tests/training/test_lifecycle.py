@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from rankzero import config
-from rankzero.launch.request import write_config
+from rankzero.catalog.lookup import last_end
+from rankzero.launch.request import OUT_OF_MEMORY, write_config
 from rankzero.run_store.journal import Journal
 from rankzero.tracking.run_log import RunLog
 from rankzero.training.lifecycle import tracked
@@ -28,3 +29,12 @@ def test_the_settings_are_kept_once_the_set_up_is_over(tmp_path: Path, fails: bo
             run.start(4, 8)
         raise KeyError("in data()")
     assert config.read_file(folder.config)["train.steps"] == (4 if fails else 8)
+
+
+def test_a_failure_with_half_the_micro_batch_names_what_came_before(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    log, tags = RunLog(folder, Journal(folder.events), 2, None), {OUT_OF_MEMORY: "8 -> 4"}
+    with pytest.raises(KeyError), tracked(log, tiny(), tags, ALONE, RunTotals()):
+        raise KeyError("odd")
+    ended = last_end(folder)
+    assert ended and ended.reason.endswith(" (after out of memory: 8 -> 4)")

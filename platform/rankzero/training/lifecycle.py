@@ -11,7 +11,7 @@ from rankzero import config
 from rankzero.events import DataDescribed, RunEnded, RunStarted, Status
 from rankzero.experiment import Experiment
 from rankzero.launch import failures
-from rankzero.launch.request import write_config
+from rankzero.launch.request import OUT_OF_MEMORY, write_config
 from rankzero.redaction.text import settings_without_secrets
 from rankzero.tracking.run_log import RunLog
 from rankzero.training.distributed import device
@@ -100,7 +100,10 @@ def tracked(
         failure = _root_cause(raised, world)
         error = failure.error
         status: Status = "KILLED" if isinstance(raised, KeyboardInterrupt) else "FAILED"
-        lifecycle.outcome = AttemptOutcome(status, failure.reason)
+        # Lists of batches() may not divide among the smaller micro-batches.
+        halved = environment.get(OUT_OF_MEMORY)
+        after = f" (after out of memory: {halved})" if halved else ""
+        lifecycle.outcome = AttemptOutcome(status, failure.reason + after)
         if failure.rank != world.ranks.rank:
             # The command of this machine reads this rank's failure.
             raise failures.DescribedError(failure, of_peer=True) from raised
