@@ -684,6 +684,14 @@ def test_last_pipeline_rank_keeps_the_values_of_each_micro_batch() -> None:
     assert [float(one["loss"]) for one in last._measured] == [1.0, 2.0]
 
 
+def test_a_smaller_batch_cuts_each_output_of_a_pipeline() -> None:
+    last: Any = last_rank(lambda model, batch: {"rows": [len(one) for one in model(batch[0])]})
+    last._stage, last._schedule = SimpleNamespace(is_last=True), SimpleNamespace(eval=None)
+    last._samples, last._world = 8, World(Ranks(), torch.device("cpu"))
+    last._run = lambda how, filled, _: (filled[0], filled[1])
+    assert last.forward_metrics(last._how, last._batch) == {"rows": [4, 4]}
+
+
 def test_measure_of_a_pipeline_may_exchange_any_objects() -> None:
     used = []
 

@@ -27,7 +27,7 @@ from rankzero.errors import UserError
 from rankzero.experiment import Experiment, Train
 from rankzero.ratio import Ratio
 from rankzero.training.checkpoints.host_copy import plain
-from rankzero.training.data.batch import rows_of, samples_in
+from rankzero.training.data.batch import map_tensors, rows_of, samples_in
 from rankzero.training.distributed import torch_compat
 from rankzero.training.distributed.world import TRAINING_TIMEOUT, World
 from rankzero.training.metrics.window import check_metrics, check_names
@@ -115,7 +115,8 @@ class Pipeline:
         output = self._run(how, filled, self._schedule.eval)
         if not self._stage.is_last:
             return None
-        return how.forward(StageOutput(output[:samples], self.model.training), batch)
+        cut = map_tensors(output, lambda one: one[:samples])
+        return how.forward(StageOutput(cut, self.model.training), batch)
 
     def sync_buffers(self) -> None:
         """Do nothing: no two ranks have the same buffers."""
