@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -44,3 +45,34 @@ def test_a_parameter_without_dimensions_is_named() -> None:
     world = World(Ranks(world_size=2), torch.device("cpu"))
     with pytest.raises(UserError, match=r"fsdp cannot divide logit_scale, .*torch\.ones\(1\)"):
         fsdp(tiny(train__strategy="fsdp"), model, world)
+
+
+class Damped(nn.Module):
+    """A block with a constant of its own, as stochastic depth has."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.linear, self.place = nn.Linear(2, 2), place
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x) / (1 + self.place)
+
+
+def test_many_unlike_blocks_are_all_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+    sharded = "rankzero.training.strategies.sharded"
+    monkeypatch.setattr(f"{sharded}.fully_shard", lambda *_, **__: None)
+    monkeypatch.setattr(f"{sharded}.init_device_mesh", lambda *_: None)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+
+    def keep(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=keep))
+    model = nn.Sequential(*(Damped(place) for place in range(12)))
+    world = World(Ranks(world_size=2), torch.device("cpu"))
+    fsdp(tiny(train__strategy="fsdp", train__compile=True), model, world)
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    assert len(graphs) == 12
