@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rankzero.search_ranges import Integer, Uniform
+from rankzero.tuning.objective import MEMORY, QUALITY
 from rankzero.tuning.options import Sampler
 from rankzero.tuning.study import _distribution, _grid_points, open_study
 
@@ -18,6 +19,21 @@ def test_a_study_draws_with_any_seed_of_a_training(tmp_path: Path, sampler: Samp
     study.draw_from({"dropout": Uniform(0.0, 1.0)})
     first, second = study.ask(), study.ask()
     assert study.known[first].parameters != study.known[second].parameters
+
+
+@pytest.mark.filterwarnings("ignore:Fixed parameter")
+def test_a_gaussian_process_learns_from_trials_that_have_no_value(tmp_path: Path) -> None:
+    url = f"journal:///{tmp_path / 'studies'}"
+    study = open_study(url, "s", sampler="gp", pruner="none", seed=0)
+    study.draw_from({"width": Integer(8, 64)})
+    # A user's own value may lie outside of its range.
+    for own in (200, 8, 20, 30, 40, 50):
+        study.tell(study.ask({"width": own}), "COMPLETE", 1 / own, {QUALITY: 0.0, MEMORY: 0.0}, {})
+    drawn = list[int]()
+    for state, gaps in [("PRUNED", {QUALITY: 1.0, MEMORY: 0.0}), ("FAIL", {}), ("FAIL", {})]:
+        drawn.append(study.ask())
+        study.tell(drawn[-1], state, None, gaps, {})
+    assert len({study.known[number].parameters["width"] for number in drawn}) == 3
 
 
 def test_a_grid_has_few_points_of_a_wide_range_of_integers() -> None:

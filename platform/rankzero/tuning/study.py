@@ -30,6 +30,7 @@ from rankzero.errors import UserError
 from rankzero.redaction.text import url_without_secrets
 from rankzero.search_ranges import Choice, Integer, LogUniform, Range, Uniform
 from rankzero.tuning.members import MEMBER, Members
+from rankzero.tuning.objective import MEMORY, QUALITY
 from rankzero.tuning.options import Pruner, Sampler
 from rankzero.tuning.store_locks import journal_of
 from rankzero.tuning.study_store import one_transaction, open_store
@@ -85,7 +86,9 @@ class Study:
                 if parameters is None:
                     seed = self._seed + len(self.known) - len(self.known.abandoned)
                     self._study.sampler = _make_sampler(self._sampler, seed, self._distributions)
-                else:
+                    if self._sampler == "gp":
+                        parameters = _drawn(self._study.sampler, self.known, self._distributions)
+                if parameters is not None:
                     self._study.sampler = _fixed(_as_stored(dict(parameters)))
                 # The reference has no settings of speed, so it lacks that parameter.
                 names = self._distributions if parameters is None else parameters
@@ -310,6 +313,33 @@ def _make_sampler(
                 # It warns of a choice among lists, and stores it as JSON.
                 warnings.simplefilter("ignore", UserWarning)
                 return optuna.samplers.GridSampler(grid, seed=0)
+
+
+def _drawn(
+    sampler: optuna.samplers.BaseSampler, trials: Trials, space: dict[str, BaseDistribution]
+) -> dict[str, Any]:
+    """Return what the sampler draws if all trials without a value have the worst one."""
+    # Optuna's Gaussian process ignores such trials, and would draw one of them again and again.
+    study = optuna.create_study(sampler=sampler)
+    worst = max((one.value for one in trials if one.value is not None), default=0.0)
+    for one in trials:
+        # The reference may lack parameters.
+        if not one.abandoned and space.keys() <= one.parameters.keys():
+            known = optuna.trial.create_trial(
+                value=worst if one.value is None else one.value,
+                params={name: _within(space[name], one.parameters[name]) for name in space},
+                distributions=space,
+                constraints={QUALITY: 1.0, MEMORY: 0.0, **one.constraints},
+            )
+            study.add_trial(known)
+    return study.ask(space).params
+
+
+def _within(found: BaseDistribution, value: Any) -> Any:
+    """Return the value in its range, or the nearest end: the user's own may lie outside."""
+    if isinstance(found, FloatDistribution | IntDistribution):
+        return min(max(found.low, value), found.high)
+    return value
 
 
 def _fixed(parameters: Mapping[str, Any]) -> optuna.samplers.BaseSampler:
