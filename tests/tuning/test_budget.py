@@ -27,7 +27,13 @@ def test_slow_trials_leave_half_of_the_time_for_faster_ones(tmp_path: Path) -> N
         Budget(study, SPACE, options, lambda: 0.0, spent, 1).leaves_time() for spent in (360, 380)
     ]
     assert allowed == [True, False]
-    assert "then up to 627 s" in Budget(study, SPACE, options, lambda: 0.0, 0.0, 1).outlook()
+    plan = "then up to 627 s to confirm at most 3 of them"
+    assert plan in Budget(study, SPACE, options, lambda: 0.0, 0.0, 1).outlook()
+    # Side by side, the confirmation takes as long as its longest run.
+    allowed = [
+        Budget(study, SPACE, options, lambda: 0.0, spent, 16).leaves_time() for spent in (880, 900)
+    ]
+    assert allowed == [True, False]
 
 
 def test_challengers_for_which_there_is_no_time_are_not_confirmed(tmp_path: Path) -> None:

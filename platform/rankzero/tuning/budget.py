@@ -93,7 +93,8 @@ class Budget:
 
         `over`: the share of the search's time by which the cautious estimate may exceed it.
         """
-        return self.seconds + self._seconds_of(trials) < (1 + over) * self._most_seconds
+        seconds = self._together(self._each_seconds(trials))
+        return self.seconds + seconds < (1 + over) * self._most_seconds
 
     def outlook(self) -> str:
         """Return what is left to do and what it can show, once the reference is trained."""
@@ -108,7 +109,7 @@ class Budget:
         gain = detectable(_USUAL_NOISE, options.seeds, options.challengers)
         text = (
             f"plan   {about}{trials:.0f} trials of up to {own:.0f} s, then up to "
-            f"{confirmation:.0f} s to confirm {options.challengers} of them on "
+            f"{confirmation:.0f} s to confirm at most {options.challengers} of them on "
             f"{options.seeds} seeds"
         )
         # The gain of `quality` is a difference of metrics: no usual noise is known.
@@ -150,14 +151,17 @@ class Budget:
         # As long as there is none, one will do: a bad guess must not use up the budget.
         missing = 1 + most - len(found) if in_full or len(found) > 1 else min(1, most)
         found += [min(found, key=_train_seconds)] * missing
-        seconds = self._seconds_of(found)
-        for one in found[1:] if misses else ():
+        each = self._each_seconds(found)
+        for index, one in enumerate(found[1:] if misses else (), 1):
             usual, whole = _train_seconds(one), float(one.facts.get("whole_seconds", math.inf))
-            longer = max(0.0, min(confirm.MISSED * usual, whole) - usual)
-            seconds += _MARGIN * longer / self._side_by_side
-        return self._options.seeds * seconds
+            each[index] += max(0.0, min(confirm.MISSED * usual, whole) - usual)
+        return self._together(each * self._options.seeds)
 
-    def _seconds_of(self, candidates: Sequence[Trial]) -> float:
+    def _together(self, each: Sequence[float]) -> float:
+        """Return the estimated seconds of runs that are started at once, from those of each."""
+        return _MARGIN * max(*each, sum(each) / self._side_by_side, 0.0)
+
+    def _each_seconds(self, candidates: Sequence[Trial]) -> list[float]:
         """Return the estimated seconds to train each of these on a new seed."""
         trials = self._study.known
         reference = next_trial.reference_trial(trials, self._space)
@@ -168,11 +172,10 @@ class Budget:
         # A trial that missed the quality is stopped early in its confirmation.
         is_time = self._options.objective == "time-to-target"
         late = confirm.CLEARLY_WORSE * best if is_time and best is not None else math.inf
-        each = sum(
+        return [
             fixed + (_train_seconds(one) if one.feasible else min(late, _train_seconds(one)))
             for one in candidates
-        )
-        return _MARGIN * each / self._side_by_side
+        ]
 
 
 def _train_seconds(trial: Trial) -> float:
