@@ -72,6 +72,19 @@ def test_energy_to_the_target_is_its_share_of_the_whole() -> None:
     assert Objective("energy", ACCURACY, 0.8).value(folded(events, ACCURACY)) == pytest.approx(50.0)
 
 
+@pytest.mark.parametrize("evaluation", [0.0, 30.0])
+def test_energy_to_the_target_is_without_that_of_evaluations(evaluation: float) -> None:
+    """A machine takes 100 W all the time, and trains for 6 s."""
+    events: list[Event] = [SystemSampled(20.0, 0, {"system/gpu_0_energy_joules": 2000.0})]
+    for number, event in enumerate(epochs(0.5, 0.7, 0.9)):
+        now = 20.0 + number + evaluation * (number + 1) // 2
+        events += [event, SystemSampled(now, number, {"system/gpu_0_energy_joules": 100 * now})]
+    objective = Objective("energy", ACCURACY, 0.9)
+    assert objective.value(folded(events, ACCURACY)) == pytest.approx(600.0)
+    assert objective.cannot_beat(folded(events, ACCURACY), 590.0, 1.0)
+    assert not objective.cannot_beat(folded(events, ACCURACY), 610.0, 1.0)
+
+
 def test_samples_per_joule_count_the_first_steps_where_no_sample_came_before() -> None:
     energy = SystemSampled(0.0, 0, {"system/gpu_0_energy_joules": 60.0})
     curve = folded([*epochs(0.5, 0.7), energy], ACCURACY)

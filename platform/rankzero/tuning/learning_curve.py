@@ -42,6 +42,9 @@ class LearningCurve:
     """The energy up to the first report of steps. None: there was no report yet."""
     step_before: int = 0
     """The last step whose energy `joules_before` has."""
+    sampled: float | None = None
+    sampled_before: float | None = None
+    """The times of the last sample, and of the last one before the first report of steps."""
     batch_size: int = 0
 
     def __call__(self, event: Event) -> None:
@@ -52,7 +55,7 @@ class LearningCurve:
             case StepsLogged(steps=steps, metrics=metrics):
                 # Also a report without a speed: later seconds count the steps before.
                 if self.joules_before is None:
-                    self.joules_before = self.joules or 0.0
+                    self.joules_before, self.sampled_before = self.joules or 0.0, self.sampled
                     # Without a sample before this report, the energy of its steps is counted.
                     self.step_before = steps[-1] if self.joules else 0
                 if STEP_SECONDS in metrics:
@@ -63,7 +66,8 @@ class LearningCurve:
                         self.tokens = (self.tokens or 0.0) + metrics[TOKENS][-1] * seconds
             case Evaluated(step=step, metrics=metrics) if self.goal.metric in metrics:
                 self.points.append(CurvePoint(step, self.seconds, metrics[self.goal.metric]))
-            case SystemSampled(metrics=metrics):
+            case SystemSampled(time=time, metrics=metrics):
+                self.sampled = time
                 for name, value in metrics.items():
                     self.peaks[name] = max(value, self.peaks.get(name, value))
             case RunEnded():
@@ -120,6 +124,11 @@ class LearningCurve:
     def training_joules(self) -> float | None:
         """Return the energy since the first report of steps, or None if it is not measured."""
         return None if self.joules is None else self.joules - (self.joules_before or 0.0)
+
+    @property
+    def sampled_seconds(self) -> float:
+        """Return the seconds that have the energy since the first report. 0: not known."""
+        return 0.0 if self.sampled_before is None else (self.sampled or 0.0) - self.sampled_before
 
     @property
     def samples_per_joule(self) -> float | None:

@@ -129,9 +129,10 @@ class Objective:
         """Return whether the trial has spent more than `slack` times the value `best`."""
         if self.name not in TO_TARGET or best is None:
             return False
-        is_time = self.name == "time-to-target"
-        spent = curve.seconds if is_time else curve.training_joules or 0.0
-        return spent > slack * best
+        # Without a sample after the first steps, the energy may be the start's.
+        is_known = self.name == "time-to-target" or curve.training_joules
+        spent = self.cost(curve, is_whole=False) if is_known else None
+        return (spent or 0.0) > slack * best
 
     def is_worse(
         self, curve: LearningCurve, points: Sequence[CurvePoint], step_ratio: float
@@ -150,16 +151,16 @@ class Objective:
         return other.best is not None and self.gap(curve) > self.gap(other)
 
     def _watts(self, curve: LearningCurve) -> float:
-        """Return the joules of each second of training. The start's energy does not count."""
+        """Return the mean power since the first steps. The start's energy does not count."""
         if not curve.joules:
             raise UserError(
                 "--objective energy found no counter. NVIDIA's driver counts the energy of GPUs "
                 "(NVML). Linux counts that of processors, and only root may read it "
                 "(/sys/class/powercap/intel-rapl:*/energy_uj). Use --objective time-to-target"
             )
-        # A short trial may have no sample before its end.
+        # A short trial may have no sample before its end. Then all of it counts as steps.
         spent = curve.training_joules or curve.joules
-        return spent / max(curve.seconds, 1e-9)
+        return spent / max(curve.sampled_seconds or curve.seconds, 1e-9)
 
     def _negated_best(self, curve: LearningCurve) -> float:
         if curve.best is None:
