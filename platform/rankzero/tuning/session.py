@@ -110,7 +110,8 @@ class Session:
             # Also after Ctrl-C: the time that was spent counts when the search resumes.
             self._budget.keep()
         confirmed = confirm.sound(self._study.facts)
-        found = confirm.candidates_of(self._study.trials(), self._space, confirmed)
+        trials, seeds = self._study.trials(), self._options.seeds
+        found = confirm.candidates_of(trials, self._space, confirmed, seeds)
         return decide(self._objective.name, *found, is_own_target=self._is_own_target)
 
     def help(self) -> None:
@@ -418,7 +419,7 @@ class Session:
             if run["seed"] - first_seed - confirm.NEW_SEED not in later
         ]
         trials = self._study.trials()
-        candidates = confirm.candidates_of(trials, self._space, stored)
+        candidates = confirm.candidates_of(trials, self._space, stored, seeds)
         own = self._is_own_target
         found = second_look(self._objective.name, *candidates, is_own_target=own)
         all_of_them = [trials[one.trial] for one in found]

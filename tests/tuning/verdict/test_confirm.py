@@ -7,9 +7,12 @@ import random
 
 import pytest
 
+from rankzero.tuning.space import FACTOR
+from rankzero.tuning.trial import Trial, Trials
 from rankzero.tuning.verdict import confirm
-from rankzero.tuning.verdict.confirm import by_trial, disturbed
+from rankzero.tuning.verdict.confirm import by_trial, candidates_of, disturbed
 from rankzero.tuning.verdict.decide import ConfirmationRun
+from support.company import SPACE
 
 
 def rounds(
@@ -81,3 +84,18 @@ def test_confirmations_of_a_newer_version_are_read() -> None:
     fields = {"trial": 3, "seed": 1000, "value": 2.0, "quality": 0.97, "samples_per_second": 90.0}
     newer = by_trial([{**fields, "memory_bytes": None, "unheard_of": 1}])
     assert newer == {3: [ConfirmationRun(3, 1000, 2.0, 0.97, 90.0, None)]}
+
+
+def test_a_challenger_of_an_interrupted_confirmation_is_no_candidate() -> None:
+    own = SPACE.reference_parameters()
+    ended = [
+        Trial(number, "COMPLETE", {**own, FACTOR: 1.0 + number}, 9.0, {"quality": 0.0}, {})
+        for number in range(3)
+    ]
+    stored = [
+        {"trial": number, "seed": seed, "value": 9.0, "quality": 0.9, "samples_per_second": 1.0}
+        for number, seeds in ((0, 3), (1, 3), (2, 1))
+        for seed in range(seeds)
+    ]
+    reference, challengers = candidates_of(Trials(ended), SPACE, stored, 3)
+    assert [one.trial for one in (reference, *challengers)] == [0, 1]

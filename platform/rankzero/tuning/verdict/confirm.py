@@ -154,9 +154,12 @@ def disturbed(stored: Stored) -> list[int]:
 
 
 def candidates_of(
-    trials: Trials, space: Space, stored: Stored
+    trials: Trials, space: Space, stored: Stored, seeds: int
 ) -> tuple[Candidate, list[Candidate]]:
-    """Return the reference and the challengers. The reference must be among the trials."""
+    """Return the reference and the challengers. The reference must be among the trials.
+
+    A challenger without runs on so many `seeds` is of a session that was interrupted: left out.
+    """
     confirmed = by_trial(stored)
     reference = reference_trial(trials, space)
     assert reference is not None
@@ -165,12 +168,12 @@ def candidates_of(
     speed = facts.get("samples_per_second")
     alone = ConfirmationRun(reference.number, 0, value, facts.get("best"), speed)
     confirmed.setdefault(reference.number, [alone])
-    candidates = {
-        trial.number: _candidate(space, trial, confirmed[trial.number])
-        for trial in trials
-        if trial.number in confirmed
-    }
-    return candidates.pop(reference.number), list(candidates.values())
+    own, *challengers = (
+        _candidate(space, trial, runs)
+        for trial in (reference, *trials)
+        if (runs := confirmed.pop(trial.number, ())) and (trial is reference or len(runs) >= seeds)
+    )
+    return own, challengers
 
 
 def _candidate(space: Space, trial: Trial, runs: Sequence[ConfirmationRun]) -> Candidate:
