@@ -178,7 +178,7 @@ def test_the_search_states_first_what_it_will_cost_and_can_show(search: Searcher
     _, _, _, lines = search()
     plan = next(line for line in lines if line.startswith("plan"))
     assert lines.index(plan) == 1, "after the reference"
-    assert "plan   11 trials of up to" in plan and "confirm 3 of them on 3 seeds" in plan
+    assert "plan   11 trials of up to" in plan and "confirm at most 3 of them on 3 seeds" in plan
     _, _, _, lines = search(trials=14)
     assert lines[0].startswith("plan   2 trials of up to"), "12 are done"
 
