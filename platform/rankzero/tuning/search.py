@@ -272,7 +272,7 @@ def _probe(setup: SearchSetup, study: Study, run: StudyRun) -> Probe:
         setup.notify,
         setup.options.silence_seconds,
         # A study that has its space does not use what another measurement would show.
-        retries=SPACE not in study.facts,
+        measures=SPACE not in study.facts,
     )
     run.write_probe(probe.cells, probe.effects)
     return probe

@@ -86,7 +86,7 @@ def measure(
     notify: Callable[[str], None],
     silence_seconds: float,
     *,
-    retries: bool = True,
+    measures: bool = True,
 ) -> Probe:
     """Measure what is not known yet; return the map, and what knobs do at its knee.
 
@@ -94,8 +94,8 @@ def measure(
     is killed, and counts as failed. The map has the space's batch sizes from half of
     the user's own, and all precisions. `root`: the folder of the embedded store. Results are kept
     below it for the next search. On most devices, a step waits longest for data and gradients: a
-    search decides the knobs of speed there, for all numbers of devices. `retries`: whether cells
-    that failed in earlier commands are measured again. They are if the map is of no use without.
+    search decides the knobs of speed there, for all numbers of devices. Without `measures`, it
+    returns only what is known.
     """
     found, results = Probe(), root / "probes"
     results.mkdir(parents=True, exist_ok=True)
@@ -105,8 +105,11 @@ def measure(
             notify(f"probe  on {devices_text(count)}")
         one = dataclasses.replace(described, processes=count)
         request = _request(space, one, experiment_file, results)
-        with _alone(request.results, notify):
-            known = _complete(request, measure_once, retries)
+        if measures:
+            with _alone(request.results, notify):
+                known = _complete(request, measure_once)
+        elif grid.knee(request.cells(known := _read(request.results, 0))) is None:
+            continue
         probe = _result(request, known, notify)
         found.cells.extend(dataclasses.replace(cell, devices=count) for cell in probe.cells)
         found.effects.extend(probe.effects)
@@ -161,13 +164,11 @@ def _alone(results: Path, notify: Callable[[str], None]) -> Iterator[None]:
 
 
 def _complete(
-    request: ProbeRequest, measure_once: Callable[[ProbeRequest], None], retries: bool
+    request: ProbeRequest, measure_once: Callable[[ProbeRequest], None]
 ) -> list[ProbeResult]:
     """Measure until no cell is left; return all measurements that hold."""
-    is_of_use = grid.knee(request.cells(_read(request.results, 0))) is not None
     # Each pass ends with the map, or with a cell that ended the processes.
-    lines = len(_lines(request.results))
-    earlier = lines if retries or not is_of_use else 0
+    earlier = lines = len(_lines(request.results))
     before, known = -1, _read(request.results, earlier)
     while before < lines and request.next_cell(known) is not None:
         measure_once(dataclasses.replace(request, known=tuple(known)))
