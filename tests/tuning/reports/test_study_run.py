@@ -22,11 +22,12 @@ class Log:
     folder = None
 
     def __init__(self) -> None:
-        self.steps: list[int] = []
+        self.steps, self.bests = list[int](), list[float]()
 
     def __call__(self, event: Event) -> None:
         assert isinstance(event, StepsLogged)
         self.steps += event.steps
+        self.bests += event.metrics["search/best_value"]
 
     def flush(self) -> None:
         pass
@@ -61,6 +62,14 @@ def test_each_trial_is_logged_once() -> None:
         run.log_trials(trials)
         trials.put(trial(1) if number == 0 else trial(number + 2))
     assert log.steps == [0, 1, 2, 3]
+
+
+def test_the_best_value_of_a_trials_step_is_none_of_a_later_trial() -> None:
+    values = [10.0, 20.0, 8.0]
+    trials = Trials(dataclasses.replace(trial(n), value=one) for n, one in enumerate(values))
+    log = Log()
+    StudyRun(cast("Any", log), {}).log_trials(trials)
+    assert log.bests == [10.0, 10.0, 8.0]
 
 
 def test_a_sweet_spot_of_an_earlier_session_does_not_stay(tmp_path: Path) -> None:

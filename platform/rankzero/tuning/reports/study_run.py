@@ -23,7 +23,6 @@ from rankzero.run_store import provenance, run_locks
 from rankzero.run_store.folder import Identity, write_atomically
 from rankzero.scalars import shown
 from rankzero.tracking.run_log import RunLog
-from rankzero.tuning.next_trial import best_value
 from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.probe.speed_knobs import Effect
 from rankzero.tuning.trial import Trial, Trials
@@ -50,7 +49,7 @@ class StudyRun:
         """`environment`: the tags of this run, and of its children."""
         self._status: Status = "FAILED"
         self._reason, self._summary = "ended without a verdict", dict[str, float]()
-        self._logged = 0
+        self._logged, self._best = 0, math.inf
 
     @classmethod
     @contextlib.contextmanager
@@ -102,10 +101,12 @@ class StudyRun:
         """
         ended = min(trials.open, default=len(trials))
         for number in range(self._logged, ended):
-            facts = trials[number].facts
+            trial, facts = trials[number], trials[number].facts
+            # Later trials may have ended already.
+            self._best = min(self._best, trial.rank if trial.feasible else math.inf)
             metrics = {
-                "search/value": trials[number].value,
-                "search/best_value": best_value(trials),
+                "search/value": trial.value,
+                "search/best_value": self._best if math.isfinite(self._best) else None,
                 "search/quality": facts.get("best"),
                 "search/samples_per_second": facts.get("samples_per_second"),
             }
