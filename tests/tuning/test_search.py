@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from rankzero.run_store import run_locks
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.tracking import delivery_status
 from rankzero.tuning import members, search
-from rankzero.tuning.agreement import SPACE
+from rankzero.tuning.agreement import SPACE, agree_on_space
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.search import (
     SearchSetup,
@@ -89,6 +90,28 @@ def test_a_new_study_does_not_begin_in_the_run_of_another(tmp_path: Path) -> Non
     refuse_other_storage(storage, folder)
 
 
+def setup_in(tmp_path: Path, notify: Callable[[str], None] = print) -> SearchSetup:
+    described = ExperimentDescription("Experiment", (), {}, 0.5, 1, 9, True, ("fp32",), "cpu", "")
+    return SearchSetup(
+        Identity("s", "uuid", "tests", f"sqlite:///{tmp_path / 'mlflow.db'}"),
+        tmp_path,
+        make_space(Experiment(), 1, 0.5),
+        described,
+        SearchOptions(),
+        f"sqlite:///{tmp_path / 's.db'}",
+        shared=True,
+        probes=False,
+        like=None,
+        use="",
+        again="",
+        offline=True,
+        tags={},
+        argv=[],
+        hosts=[],
+        notify=notify,
+    )
+
+
 @pytest.mark.parametrize("same_folder", [False, True])
 def test_a_leader_that_lost_the_lead_ends_its_part_and_not_the_study(
     tmp_path: Path, same_folder: bool
@@ -105,25 +128,7 @@ def test_a_leader_that_lost_the_lead_ends_its_part_and_not_the_study(
             run_locks.claim(folder, 0)
         members.require_lead(study)
 
-    described = ExperimentDescription("Experiment", (), {}, 0.5, 1, 9, True, ("fp32",), "cpu", "")
-    setup = SearchSetup(
-        Identity("s", "uuid", "tests", f"sqlite:///{tmp_path / 'mlflow.db'}"),
-        tmp_path,
-        make_space(Experiment(), 1, 0.5),
-        described,
-        SearchOptions(),
-        storage,
-        shared=True,
-        probes=False,
-        like=None,
-        use="",
-        again="",
-        offline=True,
-        tags={},
-        argv=[],
-        hosts=[],
-        notify=notify,
-    )
+    setup = setup_in(tmp_path, notify)
     parent = {"uuid": "uuid", "tracking_uri": setup.identity.tracking_uri}
     for noted in (parent, {**parent, "host": socket.gethostname()}):  # earlier versions: no host
         study.note("parent", noted)
@@ -139,4 +144,18 @@ def test_a_leader_that_lost_the_lead_ends_its_part_and_not_the_study(
     else:
         assert ended is not None and (ended.status, ended.reason) == ("FINISHED", outcome.text)
     delivery_status.wait_for_recorder(folder)
+    study.members.close()
+
+
+def test_a_helper_counts_no_copies_of_its_trials(tmp_path: Path) -> None:
+    setup = setup_in(tmp_path)
+    study = open_study(setup.storage, "s", sampler="tpe", pruner="none", seed=0)
+    agree_on_space(study, setup.space, [], setup.options)
+    for name in ("first", "parent", "target"):
+        study.note(name, [])
+    for facts in ({}, {"same_as": 0}):
+        study.tell(study.ask(), "COMPLETE", 1.0, {}, facts)
+    outcome = search._help(setup, study)
+    assert "Helped with 1 trials of s" in outcome.text and outcome.folder is not None
+    delivery_status.wait_for_recorder(outcome.folder)
     study.members.close()

@@ -295,7 +295,9 @@ def _help(setup: SearchSetup, study: Study) -> SearchOutcome:
     with _open_run(setup, identity) as run:
         session = Session(study, space, _launchers(setup, run), setup.options, setup.notify)
         session.help()
-        own = [one for one in study.trials() if one.facts.get(OWNER) == study.members.own_name]
+        # A copy of a result has its owner, too.
+        ended, own_name = next_trial.ended(study.trials()), study.members.own_name
+        own = [one for one in ended if one.facts.get(OWNER) == own_name]
         # In this order: a leader that decides notes it before it frees its lock.
         decides = study.members.has_leader()
         is_leaderless = not decides and members.leader(study) != ""
