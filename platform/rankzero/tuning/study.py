@@ -83,13 +83,7 @@ class Study:
         while True:
             # Another process may take this one for dead, and end the trial while it is drawn.
             with contextlib.suppress(UpdateFinishedTrialError):
-                if parameters is None:
-                    seed = self._seed + len(self.known) - len(self.known.abandoned)
-                    self._study.sampler = _make_sampler(self._sampler, seed, self._distributions)
-                    if self._sampler == "gp":
-                        parameters = _drawn(self._study.sampler, self.known, self._distributions)
-                if parameters is not None:
-                    self._study.sampler = _fixed(_as_stored(dict(parameters)))
+                self._study.sampler = self._next_sampler(parameters)
                 # The reference has no settings of speed, so it lacks that parameter.
                 names = self._distributions if parameters is None else parameters
                 trial = self._study.ask(
@@ -99,6 +93,15 @@ class Study:
                 self._open[trial.number] = trial
                 self.trials()
                 return trial.number
+
+    def _next_sampler(self, parameters: Mapping[str, Any] | None) -> optuna.samplers.BaseSampler:
+        if parameters is None:
+            seed = self._seed + len(self.known) - len(self.known.abandoned)
+            sampler = _make_sampler(self._sampler, seed, self._distributions)
+            if self._sampler != "gp":
+                return sampler
+            parameters = _drawn(sampler, self.known, self._distributions)
+        return _fixed(_as_stored(dict(parameters)))
 
     def report(self, number: int, resource: int, value: float) -> bool:
         """Report a trial's progress at a common resource; return whether to prune the trial."""
