@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from rankzero.errors import UserError
 from rankzero.experiment import Train
 from rankzero.training.data.loader import BatchLoader
 from rankzero.training.data.order import BatchOrder, make_stream_order
-from rankzero.training.data.stream import StreamLoader
+from rankzero.training.data.stream import StreamLoader, check
 
 CPU = torch.device("cpu")
 
@@ -68,6 +69,18 @@ def test_hugging_face_streams_are_divided_and_resumed(
         later = numbers(second, 0, ranks, 30 - read)
         # The buffer of a shuffle is not in the state: Hugging Face fills it again.
         assert shuffled or later == straight[5 * read :]
+
+
+def test_a_shuffle_without_a_seed_is_refused(tmp_path: Path) -> None:
+    plain = hugging_face(tmp_path, shuffled=False)
+    check("training", plain.shuffle(seed=0, buffer_size=5).take(9), is_distributed=True)
+    with pytest.raises(UserError, match="a Hugging Face stream that shuffles without a seed"):
+        check("training", plain.shuffle(buffer_size=5).take(9), is_distributed=False)
+    wds = pytest.importorskip("webdataset")
+    tars = wds.WebDataset(["0.tar"], shardshuffle=4, nodesplitter=None)
+    check("training", tars.shuffle(9, seed=0).decode(), is_distributed=True)
+    with pytest.raises(UserError, match="a WebDataset that shuffles without a seed"):
+        check("training", tars.shuffle(9).decode(), is_distributed=False)
 
 
 @pytest.mark.filterwarnings(

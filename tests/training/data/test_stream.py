@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -244,7 +245,7 @@ def test_the_shuffle_buffer_of_a_hugging_face_stream_is_not_saved() -> None:
             self.ex_iterables = parts
 
     class BufferShuffledExamplesIterable(Examples):
-        pass
+        generator = np.random.default_rng(1)
 
     class Hub(Saved):
         __module__ = "datasets.iterable_dataset"
@@ -259,6 +260,10 @@ def test_the_shuffle_buffer_of_a_hugging_face_stream_is_not_saved() -> None:
     problem = loader.resume([state], 0, same_layout=True)
     assert "not exact" in problem and "leaves out its shuffle buffer" in problem
     assert torch.equal(loader.state(), state), "the place is restored"
+    check("training", shuffled, is_distributed=True)
+    BufferShuffledExamplesIterable.generator = np.random.default_rng()
+    with pytest.raises(UserError, match=r"a Hugging Face stream that shuffles without a seed"):
+        check("training", shuffled, is_distributed=False)
 
 
 @pytest.mark.parametrize(("ranks", "workers"), LAYOUTS)
@@ -297,7 +302,7 @@ def test_an_iterator_that_nothing_can_begin_again_is_refused(once: Any) -> None:
     sets.check_same(ALONE, "data()", {"training": [1], "validation": Again()})
 
 
-def test_tars_that_divide_themselves_among_ranks_are_refused() -> None:
+def test_tars_that_divide_themselves_or_shuffle_without_a_seed_are_refused() -> None:
     """The classes of `webdataset` have these names."""
 
     def split_by_node(src: Any) -> Any:
@@ -316,6 +321,15 @@ def test_tars_that_divide_themselves_among_ranks_are_refused() -> None:
         check("training", tars, is_distributed=True)
     check("training", tars, is_distributed=False)
     check("training", Tars(), is_distributed=True)
+
+    def _shuffle(data: Any, **options: Any) -> Any:
+        return data
+
+    for options in ({"seed": 0}, {"rng": random.Random(1)}):
+        check("training", Tars(SimpleNamespace(f=_shuffle, kw=options)), is_distributed=True)
+    tars.pipeline = [SimpleNamespace(f=_shuffle, kw={})]
+    with pytest.raises(UserError, match=r"a WebDataset that shuffles without a seed.*pass seed="):
+        check("training", tars, is_distributed=False)
     tars.divided = True
     check("training", tars, is_distributed=True)
 

@@ -40,6 +40,12 @@ from rankzero.training.data.samples import (
 )
 from rankzero.training.distributed.world import World
 
+_NO_SEED = (
+    "the {name} set is a {kind} that shuffles without a seed: each process would read another "
+    "order, and train on some samples twice and on others never; pass seed=self.train.seed to "
+    "shuffle()"
+)
+
 
 def is_stream(dataset: Any) -> bool:
     """Return whether a data set can only be iterated."""
@@ -95,7 +101,7 @@ def is_empty(dataset: Any) -> bool:
 
 
 def check(name: str, dataset: Any, *, is_distributed: bool) -> None:
-    """Raise UserError for a stream that can be read only once, or that ranks would divide twice."""
+    """Raise UserError for a stream that can be read only once, or that is divided wrongly."""
     # A class may begin again in an __iter__ that returns self. No iterator of Python does.
     iterates = getattr(type(dataset), "__iter__", None)
     if hasattr(dataset, "__next__") and not inspect.isfunction(iterates):
@@ -103,12 +109,18 @@ def check(name: str, dataset: Any, *, is_distributed: bool) -> None:
             f"the {name} set is a {type(dataset).__name__}, which can be read only once: return an "
             "object of which __iter__ begins again at each call"
         )
-    if not is_distributed or getattr(dataset, "divided", False):
+    if _is_hugging_face(dataset) and any(map(_is_unseeded, _parts(dataset._ex_iterable))):
+        raise UserError(_NO_SEED.format(name=name, kind="Hugging Face stream"))
+    if getattr(dataset, "divided", False):
         return
     stages = getattr(dataset, "pipeline", ()) if _is_of(dataset, "webdataset") else ()
     for stage in stages:
+        given = getattr(stage, "kw", {})
+        is_shuffle = getattr(getattr(stage, "f", None), "__name__", "") == "_shuffle"
+        if is_shuffle and given.get("seed") is None and given.get("rng") is None:
+            raise UserError(_NO_SEED.format(name=name, kind="WebDataset"))
         splitter = getattr(stage, "__name__", "")
-        if splitter in ("split_by_node", "single_node_only"):
+        if is_distributed and splitter in ("split_by_node", "single_node_only"):
             raise UserError(
                 f"the {name} set is a WebDataset with {splitter}, and RankZero divides it, too: "
                 "set nodesplitter=None, or use split_by_node and set divided = True on the data set"
@@ -212,7 +224,8 @@ class StreamLoader:
         else:
             places = tuple(_Place(*place) for place in saved[rank]["places"])
             self._start = self._now = saved[rank]["read"], places
-            if not (_is_hugging_face(self.dataset) and _shuffles(self.dataset._ex_iterable)):
+            parts = _parts(self.dataset._ex_iterable) if _is_hugging_face(self.dataset) else ()
+            if all(type(one).__name__ != "BufferShuffledExamplesIterable" for one in parts):
                 return ""
             return (
                 "this resume is not exact: the state of a Hugging Face stream leaves out its "
@@ -415,12 +428,18 @@ def _is_of(stream: Any, package: str) -> bool:
     return type(stream).__module__.startswith(f"{package}.")
 
 
-def _shuffles(examples: Any) -> bool:
-    """Return whether this part of a Hugging Face stream has a shuffle buffer, or reads from one."""
-    if type(examples).__name__ == "BufferShuffledExamplesIterable":
-        return True
+def _parts(examples: Any) -> Iterator[Any]:
+    """Yield this part of a Hugging Face stream, and all that it reads from."""
+    yield examples
     inner = getattr(examples, "ex_iterables", None) or [getattr(examples, "ex_iterable", None)]
-    return any(_shuffles(one) for one in inner if one is not None)
+    yield from (part for one in inner if one is not None for part in _parts(one))
+
+
+def _is_unseeded(examples: Any) -> bool:
+    # Without a seed, NumPy takes 128 bits from the system.
+    generator = getattr(getattr(examples, "generator", None), "bit_generator", None)
+    entropy = getattr(getattr(generator, "seed_seq", None), "entropy", None)
+    return isinstance(entropy, int) and entropy >= 2**64
 
 
 def _has_state(stream: Any) -> bool:
