@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import IterableDataset
 
 from rankzero.config import override
 from rankzero.errors import NotFinite, UserError
@@ -52,6 +55,22 @@ def test_all_micro_batches_of_a_step_return_the_same_metrics(
 
     with pytest.raises(UserError, match=f"{says} 'extra', which it .*: return the same keys"):
         train(override(Sometimes(), {"train.steps": 2, "train.micro_batch": 8}))
+
+
+def test_a_notice_names_a_stream_that_each_process_reads_in_another_order(train: Trainer) -> None:
+    class Unseeded(type(tiny())):  # type: ignore[misc]
+        def data(self) -> Any:
+            class Drawn(IterableDataset[Any]):
+                def __iter__(self) -> Iterator[Any]:
+                    own = np.random.default_rng()
+                    return ((own.random(8, np.float32), 0) for _ in range(64))
+
+            return Drawn(), super().data()[1]
+
+    settings = {"train.epochs": None, "train.steps": 4, "train.eval_every": 2, "train.workers": 2}
+    events = train(override(Unseeded(), settings)).events
+    (text,) = [event.text for event in events if isinstance(event, Noticed)]
+    assert "other first samples" in text
 
 
 def test_smaller_last_batch_trains_as_one(train: Trainer, tmp_path: Path) -> None:

@@ -189,6 +189,9 @@ class PeriodicActions:
         content = state_dict(self._job, self._state)
         if self._checkpoints is None:
             return
+        if isinstance(self._job.train_loader, stream.StreamLoader):
+            for text in self._job.train_loader.compare(content["streams"]):
+                self._emit(Noticed(time.time(), text))
         for event in self._checkpoints.save(content, self._state.step, metrics, is_best):
             self._emit(event)
         # A GPU copies to the host by itself. The loop would wait for that next, so count it here.

@@ -177,6 +177,35 @@ def test_any_object_that_can_only_be_iterated_is_a_stream() -> None:
     assert first.tolist() == [1, 3, 5, 7]
 
 
+class OwnOrder(Shuffled):
+    """Shuffles by a generator of its own."""
+
+    def __init__(self, seed: int | None) -> None:
+        super().__init__()
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[Any]:
+        order = list(range(self.count))
+        random.Random(self.seed).shuffle(order)
+        return iter({"image": torch.full((9, 9), float(one)), "name": str(one)} for one in order)
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 0)])
+def test_parts_that_read_other_orders_are_noticed_once(ranks: int, workers: int) -> None:
+    def notices(loaders: list[StreamLoader]) -> list[str]:
+        for rank, one in enumerate(loaders):
+            list(batches(one, rank, ranks, 4))
+        saved = [one.state() for one in loaders]
+        return [*loaders[0].compare(saved), *loaders[0].compare(saved)]
+
+    for kind in (lambda: OwnOrder(7), Shuffled, lambda: Divided(0, 1)):
+        assert notices([loader_of(kind(), workers) for _ in range(ranks)]) == []
+    # The first of all samples may be the same by chance.
+    found = (notices([loader_of(OwnOrder(None), workers) for _ in range(ranks)]) for _ in range(5))
+    (text,) = next(filter(None, found))
+    assert "other first samples" in text and "shuffle with a seed" in text
+
+
 def test_the_next_epoch_begins_where_the_stream_ends() -> None:
     rows = [row for batch in batches(loader_of(Shuffled(10), 1), 0, 1, 10) for row in batch]
     epochs = [[int(row[0]) for row in rows[start : start + 10]] for start in range(0, 40, 10)]

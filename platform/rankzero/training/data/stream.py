@@ -18,11 +18,15 @@ import importlib
 import inspect
 import io
 import itertools
+import math
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
@@ -44,6 +48,11 @@ _NO_SEED = (
     "the {name} set is a {kind} that shuffles without a seed: each process would read another "
     "order, and train on some samples twice and on others never; pass seed=self.train.seed to "
     "shuffle()"
+)
+_OTHER_ORDERS = (
+    "processes read other first samples of the training set, which is a stream: if its order "
+    "differs, they train on some samples twice and on others never; shuffle with a seed, such as "
+    "self.train.seed, or let the stream divide itself and set divided = True on it"
 )
 
 
@@ -147,6 +156,8 @@ class _Place:
     """Made by this part since the start of the run."""
     inner: bytes | None = None
     """The result of the stream's `state_dict`, as PyTorch saves it."""
+    first: int = 0
+    """The number of the epoch's first sample, equal in parts that read one order. 0: unknown."""
 
 
 class StreamLoader:
@@ -171,6 +182,7 @@ class StreamLoader:
         # The batches that were read, and the place of each loading process: at the start of
         # `train_batches`, and now.
         self._start = self._now = 0, (_Place(),) * max(1, self._workers)
+        self._is_compared = False
 
     def train_batches(
         self, order: BatchOrder, rank: int, first_step: int, total_steps: int
@@ -208,6 +220,18 @@ class StreamLoader:
         read, places = self._now
         state = {"read": read, "places": [dataclasses.astuple(place) for place in places]}
         return torch.frombuffer(bytearray(_packed(state)), dtype=torch.uint8)
+
+    def compare(self, states: Sequence[Tensor]) -> Iterator[str]:
+        """Yield at most a notice that processes read other orders, after what `states` returned.
+
+        Only the first call compares.
+        """
+        states, self._is_compared = () if self._is_compared else states, True
+        saved = [_unpacked(state.numpy().tobytes()) for state in states]
+        places = {_Place(*place) for one in saved for place in one["places"]}
+        firsts = {(place.epoch, place.first) for place in places if place.first}
+        if len(firsts) > len({epoch for epoch, _ in firsts}):
+            yield _OTHER_ORDERS
 
     def resume(self, states: Sequence[Tensor], rank: int, *, same_layout: bool) -> str:
         """Continue after what `state` returned on each rank. Return why it is not exact, or ''.
@@ -328,6 +352,7 @@ class _Reader:
 
     def __post_init__(self) -> None:
         self._epoch, self._position = self.place.epoch, self.place.position
+        self._first = self.place.first
         self._samples = self._read(self.place)
 
     def next_batch(self, size: int) -> tuple[Any, int] | Failure | None:
@@ -348,7 +373,7 @@ class _Reader:
         except Exception as error:
             return self.maker.failure(error, where or f"sample {self._position}")
         batches = self.place.batches + 1
-        self.place = _Place(self._epoch, self._position, batches, inner)
+        self.place = _Place(self._epoch, self._position, batches, inner, self._first)
         return batch, len(samples)
 
     def _read(self, place: _Place) -> Iterator[Any]:
@@ -366,6 +391,8 @@ class _Reader:
                     sample = next(iterator)
                 except StopIteration:
                     break
+                if not self._position and self.parts > 1:
+                    self._first = _number_of(sample)
                 mine = self._position % self.parts == self.part
                 self._position += 1
                 if mine:
@@ -444,6 +471,19 @@ def _is_unseeded(examples: Any) -> bool:
 
 def _has_state(stream: Any) -> bool:
     return hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")
+
+
+def _number_of(sample: Any) -> int:
+    """Return a number of a sample's tensors, arrays and plain values."""
+    found: list[Any] = []
+    # A sparse tensor has no flat one, and a look ends no training.
+    with contextlib.suppress(Exception):
+        for leaf in tree_leaves(sample):
+            if isinstance(leaf, (Tensor, np.ndarray)):
+                found.append(leaf.reshape(-1)[:: math.prod(leaf.shape) // 64 + 1].tolist())
+            elif isinstance(leaf, (str, bytes, int, float)):
+                found.append(leaf)
+    return zlib.crc32(repr(found).encode())
 
 
 def _packed(state: Any) -> bytes:
