@@ -33,6 +33,7 @@ from support.commands import wait_until
 from support.paths import FIXTURES
 from support.returning import DEAF, deaf, no_space, not_now, out_of_memory, told
 from support.runs import T0, append, ended, make_folder, started
+from support.training import tiny
 
 TINY = FIXTURES / "tiny.py"
 LONG = 200.0
@@ -148,7 +149,7 @@ def test_a_run_that_mlflow_has_erased_is_told_once_and_left(folder: RunFolder, s
     assert not folder.late_model.exists(), "sync would fail for ever"
 
 
-@pytest.mark.parametrize("broken", ["a setting", "the file"])
+@pytest.mark.parametrize("broken", ["a setting", "the file", "the data"])
 def test_a_file_that_may_be_mended_leaves_the_model_to_sync(
     folder: RunFolder, broken: str, tmp_path: Path
 ) -> None:
@@ -157,6 +158,9 @@ def test_a_file_that_may_be_mended_leaves_the_model_to_sync(
         folder.config.write_text(folder.config.read_text() + "slow: 2\n")
         with pytest.raises(ConfigError, match="has no more: put it back"):
             best_model.load_best(folder)
+    elif broken == "the data":
+        write_config(folder, tiny(fail="data"))
+        says = "OSError: no such data"
     else:
         (file := tmp_path / "mine.py").write_text("class Mine(:\n")
         folder.write_identity(dataclasses.replace(folder.identity, experiment_file=str(file)))

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -211,20 +211,16 @@ def _trace_and_log(folder: RunFolder, delivered: Connection) -> None:
     """
     from rankzero.training.checkpoints import mlflow_model
 
-    try:
+    with _put_off(Exception):  # the user edits the file
         experiment = experiment_of(folder)
-    except UserError:
-        raise
-    except Exception as error:  # the user edits the file, and may mend it
-        kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-        raise _NotNow(f"{kind}{error}") from error
     path = _best_checkpoint(folder, experiment.goal)
     manifest, ended = checkpoint_files.read_manifest(path), lookup.last_end(folder)
     step = manifest.step
     note = {"step": step, "files": manifest.files, "ended": ended and ended.time}
     if _is_logged(folder, note):
         return
-    model = _load_model(experiment, path)
+    with _put_off(OSError):  # model() may need a server
+        model = _load_model(experiment, path)
     source, _ = experiment_file.split(folder.identity.experiment_file or "")
     inputs = _example_inputs(experiment, model, step)
     with mlflow_model.saved(_served(model), inputs, [source]) as (saved, kind):
@@ -242,6 +238,18 @@ def _trace_and_log(folder: RunFolder, delivered: Connection) -> None:
 
 class _NotNow(Exception):
     """The model was not logged, but may be later."""
+
+
+@contextlib.contextmanager
+def _put_off(kind: type[Exception]) -> Iterator[None]:
+    """Raise _NotNow for an error of this kind that may be mended: each but a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except kind as error:
+        name = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+        raise _NotNow(f"{name}{error}") from error
 
 
 def _log(folder: RunFolder, saved: Path, note: Mapping[str, Any], tags: Mapping[str, str]) -> None:
@@ -327,7 +335,8 @@ def _example_inputs(experiment: Experiment, model: nn.Module, step: int) -> tupl
 
     Raises ValueError if these are not tensors, passed by position.
     """
-    train_set, val_sets = sets.load(experiment)
+    with _put_off(OSError):  # this machine may lack the data
+        train_set, val_sets = sets.load(experiment)
     first = next(iter(val_sets.values()), train_set)
     loader = make_loader(first, torch.device("cpu"), seed=0, workers=0, collate=experiment.collate)
     seen: list[tuple[Any, Any]] = []
