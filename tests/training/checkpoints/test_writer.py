@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,15 @@ def test_what_a_killed_attempt_could_not_log_is_logged_by_the_next(tmp_path: Pat
     without_deleted = [event for event in events if not isinstance(event, CheckpointDeleted)]
     (deleted,) = unlogged(tmp_path, without_deleted, 1, GOAL)
     assert isinstance(deleted, CheckpointDeleted) and deleted.step == 1
+
+
+def test_a_step_that_a_killed_attempt_saved_again_is_logged_again(tmp_path: Path) -> None:
+    events: list[Event] = [started(), *save_steps(tmp_path, {1: math.nan})]
+    assert unlogged(tmp_path, events, 1, GOAL) == []
+    save_steps(tmp_path, {1: 0.3})
+    (saved,) = unlogged(tmp_path, events, 1, GOAL)
+    assert isinstance(saved, CheckpointSaved) and saved.metrics == {GOAL.metric: 0.3}
+    assert unlogged(tmp_path, [*events, saved], 1, GOAL) == []
 
 
 def test_checkpoints_of_other_machines_and_of_people_are_not_logged_again(tmp_path: Path) -> None:

@@ -273,8 +273,8 @@ def unlogged(run_folder: Path, events: Iterable[Event], keep: int, goal: Goal) -
         )
         for path, manifest in found.items()
         # MLflow has a downloaded checkpoint. Those of earlier versions have no such file, and this
-        # disk's attempts continue from them.
-        if path not in logged
+        # disk's attempts continue from them. A repeated evaluation saves a step again.
+        if (path not in logged or _results(logged[path]) != _results(manifest))
         and not (path / checkpoint_files.DOWNLOADED).exists()
         and manifest.step > min(began, default=manifest.step)
     ]
@@ -293,6 +293,11 @@ def unlogged(run_folder: Path, events: Iterable[Event], keep: int, goal: Goal) -
             if path in missing
         ]
     return missed
+
+
+def _results(saved: CheckpointSaved | Manifest) -> str:
+    # As text, in which NaN equals NaN.
+    return str((saved.best, sorted(saved.metrics.items())))
 
 
 def _is_of_the_disk(error: Exception | None) -> bool:
