@@ -243,10 +243,18 @@ def test_what_collate_draws_is_the_same_after_a_resume() -> None:
     assert [batch.tolist() for batch in batches(second, 0, 1, 4)] == straight[5:]
 
 
+class Asking(Saved):
+    """Has a state as MosaicML's streams have it."""
+
+    def state_dict(self, num_samples: int) -> Any:  # type: ignore[override]
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize(
     ("kind", "workers", "same_layout", "why"),
     [
         (Shuffled, 0, True, "no state_dict()"),
+        (Asking, 0, True, "no state_dict() without arguments"),
         (Saved, 2, True, "other processes or loading processes"),
         (Saved, 0, False, "other processes or loading processes"),
     ],

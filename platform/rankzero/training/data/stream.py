@@ -242,7 +242,7 @@ class StreamLoader:
             raise UserError("the checkpoint's training set was no stream: start a new run instead")
         saved = [_unpacked(state.numpy().tobytes()) for state in states]
         if not _has_state(self.dataset):
-            why = "it has no state_dict() and load_state_dict()"
+            why = "it has no state_dict() without arguments, or no load_state_dict()"
         elif not same_layout or len(saved[rank]["places"]) != max(1, self._workers):
             why = "there are other processes or loading processes than before"
         else:
@@ -352,7 +352,7 @@ class _Reader:
 
     def __post_init__(self) -> None:
         self._epoch, self._position = self.place.epoch, self.place.position
-        self._first = self.place.first
+        self._first, self._is_saved = self.place.first, self.is_endless and _has_state(self.stream)
         self._samples = self._read(self.place)
 
     def next_batch(self, size: int) -> tuple[Any, int] | Failure | None:
@@ -365,7 +365,7 @@ class _Reader:
                 return None
             batch = self.maker.make(self.place.batches, samples, seed_all)
             inner = None
-            if self.is_endless and _has_state(self.stream):
+            if self._is_saved:
                 where = "state_dict()"
                 inner = _packed(self.stream.state_dict())
                 if self.place.inner is None:
@@ -470,7 +470,11 @@ def _is_unseeded(examples: Any) -> bool:
 
 
 def _has_state(stream: Any) -> bool:
-    return hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")
+    # Those of MosaicML and LitData take what only their own loaders know.
+    with contextlib.suppress(AttributeError, TypeError, ValueError):
+        inspect.signature(stream.state_dict).bind()
+        return hasattr(stream, "load_state_dict")
+    return False
 
 
 def _number_of(sample: Any) -> int:
