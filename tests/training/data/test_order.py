@@ -179,8 +179,11 @@ def test_mixed_seeds_differ(one: list[int], other: list[int]) -> None:
 def test_a_batch_that_cannot_be_divided_names_the_nearest_sizes() -> None:
     with pytest.raises(UserError, match=r"use train\.batch_size=99 or 102"):
         make_batch_order(Train(batch_size=100), 1000, world_size=3)
-    with pytest.raises(UserError, match=r"micro_batch=8: use train\.batch_size=16 or 32"):
+    says = r"micro_batch=8: use train\.batch_size=16 or 32, or train\.micro_batch=5$"
+    with pytest.raises(UserError, match=says):
         make_batch_order(Train(batch_size=20, micro_batch=8), 1000, world_size=2)
+    with pytest.raises(UserError, match=r"use train\.batch_size=30 or 33, or .* such as 2$"):
+        make_batch_order(Train(batch_size=32), 1000, world_size=3)
     with pytest.raises(UserError, match="at most 50"):
         make_batch_order(Train(batch_size=64), 50, world_size=1)
 

@@ -277,7 +277,7 @@ def _even_batches(train: Train, samples: int, world_size: int) -> BatchOrder:
 def micro_batch_size(train: Train, world_size: int) -> int:
     """Return the samples of a micro-batch.
 
-    Raises UserError, which names the nearest batch sizes, if the batch cannot be divided evenly.
+    Raises UserError, which names what can be divided, if the batch cannot be divided evenly.
     """
     micro_batch = max(1, train.micro_batch or train.batch_size // world_size)
     divisor = micro_batch * world_size if train.micro_batch else world_size
@@ -285,13 +285,22 @@ def micro_batch_size(train: Train, world_size: int) -> int:
         below = train.batch_size // divisor * divisor
         near = " or ".join(str(size) for size in (below, below + divisor) if size)
         parts = f"{world_size} process{'es' * (world_size > 1)}"
+        # A resume cannot change the batch.
+        other = f"a number of processes such as {_divisor(train.batch_size, world_size)}"
+        if not train.batch_size % world_size:
+            other = f"train.micro_batch={_divisor(train.batch_size // world_size, micro_batch)}"
         if train.micro_batch:
             parts += f" x train.micro_batch={train.micro_batch}"
         raise UserError(
             f"train.batch_size={train.batch_size} cannot be divided evenly among {parts}: "
-            f"use train.batch_size={near}"
+            f"use train.batch_size={near}, or {other}"
         )
     return micro_batch
+
+
+def _divisor(number: int, most: int) -> int:
+    """Return the greatest divisor of a number, of those that are not above `most`."""
+    return next(count for count in range(most, 0, -1) if not number % count)
 
 
 def check_same_lengths(name: str, lengths: Sequence[int], method: str = "data()") -> None:
