@@ -21,8 +21,8 @@ from rankzero.errors import RunFailed
 from rankzero.events import RunEnded
 from rankzero.launch import agent, failures
 from rankzero.launch.failures import Failure, FailureKind
+from rankzero.run_store import checkpoint_files, disk
 from rankzero.run_store import delivery_state as state
-from rankzero.run_store import disk
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import delivery_status
 from rankzero.training.checkpoints import best_model
@@ -52,6 +52,7 @@ class Told:
 def folder(tmp_path: Path) -> Iterator[RunFolder]:
     """A finished run, whose recorder lives and gets nowhere."""
     with stuck(tmp_path) as made:
+        checkpoint_files.folder_of(made.checkpoints, 1).mkdir(parents=True)
         yield made
 
 
@@ -259,6 +260,12 @@ def test_best_model_gets_the_time_that_the_delivery_left(
     )
     assert finish(folder) == []
     assert 20.0 < left[0] <= 29.0
+
+
+def test_a_run_without_checkpoints_has_no_best_model_to_log(folder: RunFolder) -> None:
+    checkpoint_files.folder_of(folder.checkpoints, 1).rmdir()
+    finish(folder, lambda: True)
+    assert not folder.late_model.exists()
 
 
 def test_sync_delivers_what_a_command_did_not_wait_for(rankzero: Command) -> None:

@@ -229,7 +229,8 @@ def _logs_model(plan: LaunchPlan) -> bool:
     # From the journal, not from the console, which may have failed to show it: its reader may go.
     ended = lookup.last_end(plan.folder)
     finished = ended is not None and ended.status == "FINISHED"
-    return finished and plan.experiment.train.mlflow.log_model and not plan.joined
+    wanted = plan.experiment.train.mlflow.log_model and _has_checkpoint(plan.folder)
+    return finished and wanted and not plan.joined
 
 
 def _report(plan: LaunchPlan, result: agent.LaunchResult, console: Console) -> int:
