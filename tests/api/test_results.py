@@ -132,6 +132,9 @@ def test_checkpoints_are_loaded_by_step(tmp_path: Path) -> None:
         checkpoint_files.write(target, save, step, {"val/accuracy": accuracy}, False)
     assert run.load_checkpoint()["model"]["w"] == 1, "the best one's"
     assert run.load_checkpoint(2)["model"]["w"] == 2
+    # No journal has them, as those that a resume downloads.
+    assert [one[:2] for one in run.checkpoints] == [(1, True), (2, False)]
+    assert run.checkpoints[1].path == target
     with pytest.raises(rankzero.UserError, match="step_00000003 has no readable manifest"):
         run.load_checkpoint(3)
     (target / "state.pt").write_bytes(b"cut")

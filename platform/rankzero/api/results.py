@@ -14,7 +14,7 @@ from rankzero.catalog.summary import Summary, read_summary
 from rankzero.mlflow_store import named_runs
 from rankzero.reporting import html_page, html_report, metric_table, run_facts, run_report
 from rankzero.reporting.comparison import RunSide, sections, sides_of
-from rankzero.run_store.checkpoint_files import folder_of
+from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.location import root_of
 from rankzero.scalars import numbers, shown
@@ -98,7 +98,7 @@ class Checkpoint(NamedTuple):
 
 
 class Run:
-    """A run as its folder was when this object was made: settings, metrics, checkpoints."""
+    """A run as its folder was when this object was made: settings, metrics, the end."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder.path
@@ -147,11 +147,10 @@ class Run:
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
-        """The checkpoints that are kept, by step."""
-        return [
-            Checkpoint(step, best, folder_of(self._folder.checkpoints, step))
-            for step, best in sorted(self._facts.checkpoints.items())
-        ]
+        """The checkpoints that are on this disk now, by step."""
+        found = checkpoint_files.known(self._folder.checkpoints)
+        best = next(iter(checkpoint_files.best_first(found, self._facts.goal)), None)
+        return [Checkpoint(saved.step, path == best, path) for path, saved in found.items()]
 
     @property
     def report(self) -> str:

@@ -182,9 +182,27 @@ def best(checkpoints: Path, goal: Goal) -> Path | None:
     If none has that metric, return the newest intact one, or None.
     """
     manifests = known(checkpoints)
-    judged = _best_first(manifests, goal)
+    judged = best_first(manifests, goal)
     others = sorted(manifests.keys() - set(judged), key=lambda path: -manifests[path].step)
     return next((path for path in (*judged, *others) if problem_with(path) is None), None)
+
+
+def best_first(manifests: Mapping[Path, Manifest], goal: Goal) -> list[Path]:
+    """Return the checkpoints that have the goal metric, the best first, ties by step."""
+    values = {
+        path: value
+        for path, manifest in sorted(manifests.items(), key=lambda item: item[1].step)
+        if (value := manifest.metrics.get(goal.metric)) is not None and value == value
+    }
+    # The first one is the run's best: a later value that is better by rounding only is a tie.
+    first: Path | None = None
+    for path, value in values.items():
+        # A training's best beats all before it. They may be of another goal.
+        was_best = manifests[path].best and manifests[path].world_size is not None
+        if was_best or goal.better(value, values[first] if first else None):
+            first = path
+    sign = -1 if goal.mode == "max" else 1
+    return sorted(values, key=lambda path: (path != first, sign * values[path]))
 
 
 def known(checkpoints: Path) -> dict[Path, Manifest]:
@@ -203,7 +221,7 @@ def superseded(
     # The last is both the one just written and the one of the highest step. They differ if the
     # user's own loop started again at a lower step.
     last = max(manifests, key=lambda path: manifests[path].step, default=written)
-    kept = {written, last, *_best_first(manifests, goal)[:keep]}
+    kept = {written, last, *best_first(manifests, goal)[:keep]}
     return [path for path in manifests if path not in kept]
 
 
@@ -307,24 +325,6 @@ def _undo_replacements(checkpoints: Path) -> None:
 
 def _complete(checkpoints: Path) -> list[Path]:
     return [path for path in by_step(checkpoints) if (path / MANIFEST).exists()]
-
-
-def _best_first(manifests: Mapping[Path, Manifest], goal: Goal) -> list[Path]:
-    """Return the checkpoints that have the goal metric, the best first, ties by step."""
-    values = {
-        path: value
-        for path, manifest in sorted(manifests.items(), key=lambda item: item[1].step)
-        if (value := manifest.metrics.get(goal.metric)) is not None and value == value
-    }
-    # The first one is the run's best: a later value that is better by rounding only is a tie.
-    first: Path | None = None
-    for path, value in values.items():
-        # A training's best beats all before it. They may be of another goal.
-        was_best = manifests[path].best and manifests[path].world_size is not None
-        if was_best or goal.better(value, values[first] if first else None):
-            first = path
-    sign = -1 if goal.mode == "max" else 1
-    return sorted(values, key=lambda path: (path != first, sign * values[path]))
 
 
 def _has_valid_fields(manifest: Manifest) -> bool:
