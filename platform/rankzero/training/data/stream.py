@@ -122,7 +122,12 @@ def check(name: str, dataset: Any, *, is_distributed: bool) -> None:
         raise UserError(_NO_SEED.format(name=name, kind="Hugging Face stream"))
     if getattr(dataset, "divided", False):
         return
-    stages = getattr(dataset, "pipeline", ()) if _is_of(dataset, "webdataset") else ()
+    if _is_of(dataset, "webdataset"):
+        _check_stages(name, getattr(dataset, "pipeline", ()), is_distributed)
+
+
+def _check_stages(name: str, stages: Sequence[Any], is_distributed: bool) -> None:
+    """Raise UserError for a WebDataset that divides itself, or shuffles without a seed."""
     for stage in stages:
         given = getattr(stage, "kw", {})
         is_shuffle = getattr(getattr(stage, "f", None), "__name__", "") == "_shuffle"
