@@ -842,6 +842,16 @@ def test_logged_values_of_the_goal_are_judged_if_an_adapter_asks_for_it() -> Non
     assert (end["best"], end["val/score"]) == (0.75, 0.125)
 
 
+def test_goal_that_no_evaluation_has_is_noted_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with unrecorded(Goal("val/enrgy")) as run:
+        run.evaluated({"val/energy": 0.5}, step=1)
+        assert "enrgy" not in capsys.readouterr().err  # The goal may follow.
+        for step in (2, 3):
+            run.evaluated({"val/energy": 0.5}, step=step)
+    (note,) = [one.text for one in of_kind(run.folder, Noticed)]
+    assert "'val/enrgy'" in note and "['val/energy']" in note
+
+
 def test_logged_value_of_the_goal_whose_step_goes_back_is_judged() -> None:
     with unrecorded(Goal("val/score", "max")) as run:
         run.judge_logged()
