@@ -120,8 +120,8 @@ def test_child_that_cannot_be_tracked_costs_only_itself(
         odd.log({"loss": 1.0}, step=1)
     run.finish()
     printed = capsys.readouterr().out
-    assert printed.count("is not tracked: UserError") == 1
-    assert printed.count("the config of the child 'odd' is not logged: ConfigError") == 1
+    assert printed.count("is not tracked: ") == 1
+    assert printed.count("the config of the child 'odd' is not logged: a config must") == 1
     assert lost.folder is None and ends(odd) == ends(run) == ["FINISHED"]
 
 

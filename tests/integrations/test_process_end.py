@@ -197,7 +197,7 @@ def test_end_of_the_process_is_the_end_of_the_run(
     (end,), folder = ended(tmp_path, script), tmp_path / "mlruns/runs/r1"
     assert len(of_kind(folder, RunStarted)) == 1
     assert not [one for one in of_kind(folder, Evaluated) if "child" in one.metrics]
-    assert (end.status, end.reason) == (status, reason)
+    assert (end.status, end.reason.partition(" (")[0]) == (status, reason)
     assert (error or "") in (end.error or "") and (end.error is not None or status != "FAILED")
 
 
@@ -248,8 +248,8 @@ def test_script_that_fails_before_a_prompt_fails_its_run(
     (tmp_path / "script.py").write_text(CRASH)
     command = [sys.executable, *options, "script.py"]
     subprocess.run(command, input="1\n", text=True, cwd=tmp_path, check=False)
-    ends = of_kind(tmp_path / "mlruns/runs/r1", RunEnded)
-    assert [(one.status, one.reason) for one in ends] == [("FAILED", "ValueError: boom")]
+    (end,) = of_kind(tmp_path / "mlruns/runs/r1", RunEnded)
+    assert end.status == "FAILED" and end.reason.startswith("ValueError: boom (")
 
 
 def test_signal_that_kills_the_process_fails_the_run(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_error_that_ends_the_process_is_that_of_all_its_runs(tmp_path: Path) -> 
     other = 'other = rankzero.track("mine", name="r2", offline=True)\nother.log({"loss": 1.0})\n'
     (end,) = ended(tmp_path, BEGIN + other + "raise ValueError('boom')")
     (other_end,) = of_kind(tmp_path / "mlruns/runs/r2", RunEnded)
-    assert end.reason == other_end.reason == "ValueError: boom"
+    assert end.reason == other_end.reason and end.reason.startswith("ValueError: boom (")
 
 
 def test_finish_while_an_exception_is_handled_is_noted_once(

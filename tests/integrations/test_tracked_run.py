@@ -469,7 +469,7 @@ def test_unreadable_tensors_do_not_hide_the_users_error(
     assert [*map(type, journal(run))].count(Noticed) == 1
     (logged,), (end,) = of_kind(run.folder, StepsLogged), of_kind(run.folder, RunEnded)
     assert logged.metrics["kept"] == [3.0] and math.isnan(logged.metrics["lost"][0])
-    assert (end.status, end.reason) == ("FAILED", "ValueError: mine")
+    assert end.status == "FAILED" and end.reason.startswith("ValueError: mine (")
     assert "values logged on meta that cannot be read are NaN" in capsys.readouterr().out
 
 
@@ -717,6 +717,13 @@ def test_error_without_a_text_ends_the_run_too() -> None:
     run.finish(Unprintable())
     (end,) = of_kind(run.folder, RunEnded)
     assert (end.status, end.reason) == ("FAILED", "Unprintable: without a text")
+
+
+def test_reason_of_an_error_of_a_loading_process_is_one_line() -> None:
+    with pytest.raises(ValueError), unrecorded() as run:
+        raise ValueError("Caught it in\nOriginal Traceback (…):\n  …\nValueError: bad file")
+    (end,) = of_kind(run.folder, RunEnded)
+    assert end.reason.startswith(f"ValueError: bad file ({__file__}, line ")
 
 
 def test_run_that_cannot_go_on_says_why(capsys: pytest.CaptureFixture[str]) -> None:

@@ -108,14 +108,21 @@ def reason(error: BaseException) -> str:
     return (f"{text} ({place})" if place else text) + late
 
 
+def _text(error: BaseException) -> str:
+    try:
+        return str(error).strip()
+    except Exception:  # A user's type may raise anything.
+        return "without a text"
+
+
 def _first_line(error: BaseException) -> str:
     """Return the first line of an exception's text, and the next one if it only introduces that.
 
     PyTorch wraps the error of another thread, and the last line is its own text.
     """
-    first, *rest = str(error).strip().split("\n", 2)
+    first, *rest = _text(error).split("\n", 2)
     if rest and rest[0].startswith("Original Traceback"):
-        own = str(error).strip().rpartition("\n")[2]
+        own = _text(error).rpartition("\n")[2]
         return own.removeprefix(f"{type(error).__name__}: ")
     return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first
 
@@ -123,7 +130,7 @@ def _first_line(error: BaseException) -> str:
 def shows_lost_rank(error: BaseException) -> bool:
     """Return whether a collective failed because another rank's process has ended."""
     is_one_of_several = ranks.detect().world_size > 1 and isinstance(error, RuntimeError)
-    return is_one_of_several and bool(_LOST_RANK.search(str(error)))
+    return is_one_of_several and bool(_LOST_RANK.search(_text(error)))
 
 
 def parse(fields: Mapping[str, Any]) -> Failure:
@@ -184,7 +191,7 @@ def place_of(stack: Iterable[traceback.FrameSummary]) -> str | None:
 def _kind(error: BaseException) -> FailureKind:
     """Return the kind of the first exception in the chain that has one."""
     for one in _chain(error):
-        text = f"{type(one).__name__}: {one}"
+        text = f"{type(one).__name__}: {_text(one)}"
         if any(words in text for words in _OUT_OF_MEMORY_TEXTS) or _hides_lack_of_memory(text):
             return FailureKind.OUT_OF_MEMORY
         if isinstance(one, MemoryError):

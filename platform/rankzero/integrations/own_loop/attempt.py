@@ -25,10 +25,10 @@ from rankzero.integrations.own_loop.values import (
     Tell,
     is_number,
     is_on_host,
-    reason_of,
     shown,
     to_floats,
 )
+from rankzero.launch import failures
 from rankzero.run_store import provenance
 from rankzero.run_store.journal import read_all
 from rankzero.tracking.run_log import RunLog
@@ -229,6 +229,6 @@ def guarded(consequence: str, action: Callable[[], None], notice: Callable[[str]
     try:
         action()
     except Exception as error:  # Tracking must not end a training, as with a failed GPU.
-        notice(f"{consequence}: {reason_of(error)}")
+        notice(f"{consequence}: {failures.reason(error)}")
         return False
     return True

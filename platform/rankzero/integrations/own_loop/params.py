@@ -11,7 +11,8 @@ from typing import Any
 
 from rankzero.config import ConfigError, dotted
 from rankzero.config.values import render
-from rankzero.integrations.own_loop.values import Tell, read_pairs, reason_of
+from rankzero.integrations.own_loop.values import Tell, read_pairs
+from rankzero.launch.failures import reason
 
 
 def params_of(config: object, tell: Tell = lambda *_: None) -> dict[str, str]:
@@ -29,7 +30,7 @@ def params_of(config: object, tell: Tell = lambda *_: None) -> dict[str, str]:
         if found is not None:
             return read_pairs(dotted(_nested(found)), render, "param", tell)
     except Exception as error:  # such as OmegaConf's, for a setting without a value
-        raise ConfigError(f"the config cannot be read: {reason_of(error)}") from error
+        raise ConfigError(f"the config cannot be read: {reason(error)}") from error
     raise ConfigError(
         f"a config must be a mapping, a dataclass or an object with attributes, got "
         f"{type(config).__name__}"

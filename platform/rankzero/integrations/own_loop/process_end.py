@@ -12,7 +12,7 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 from rankzero.events import Status
-from rankzero.integrations.own_loop.values import reason_of
+from rankzero.launch.failures import reason
 
 # The names of the code that a person types at a prompt of Python, or of `IPython.embed()`.
 _PROMPTS = ("<stdin>", "<python-input-", "<console>", "<ipython-input-")
@@ -121,7 +121,7 @@ def status_of(error: BaseException | None) -> tuple[Status, str]:
         return "KILLED", f"stopped by {error if isinstance(error, Stopped) else 'Ctrl-C'}"
     if isinstance(error, SystemExit):
         return "FAILED", f"exited with {error.code}"
-    return "FAILED", reason_of(error)
+    return "FAILED", reason(error)
 
 
 def _error(last_use: float) -> BaseException | None:

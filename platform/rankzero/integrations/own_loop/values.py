@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from rankzero.launch.failures import reason
+
 T = TypeVar("T")
 Tell = Callable[[str, str], None]
 _NAN = float("nan")
@@ -45,7 +47,7 @@ def snapshot(value: Any) -> Any:
         number = value if never_changes or not is_number else float(value)
         return number if is_number else str(value)[:80]
     except Exception as error:  # A failed GPU copies nothing, and the loop will fail by itself.
-        return reason_of(error)[:80]
+        return reason(error)[:80]
 
 
 def is_on_host(value: Any) -> bool:
@@ -77,7 +79,7 @@ def to_floats(values: list[Any], notice: Callable[[str], None]) -> list[float]:
                 stream.synchronize()
             column = torch.stack([t.reshape(()).double() for t in tensors]).tolist()
         except Exception as error:  # One odd tensor, or a failed device.
-            notice(f"values logged on {device} that cannot be read are NaN: {reason_of(error)}")
+            notice(f"values logged on {device} that cannot be read are NaN: {reason(error)}")
             column = [to_float(tensor) for tensor in tensors]
         for index, value in zip(indices, column, strict=True):
             floats[index] = value
@@ -123,7 +125,7 @@ def pairs_of(entries: Any, kind: str, tell: Tell) -> list[tuple[Any, Any]]:
             return [(key, value) for key, value in entries.items()]
         why = "has none"
     except Exception as error:  # A user's type may raise anything.
-        why = f"cannot give them: {reason_of(error)}"
+        why = f"cannot give them: {reason(error)}"
     tell(kind, f"{kind}s have names, but {type(entries).__name__} {why}: not logged")
     return []
 
@@ -141,20 +143,12 @@ def read_pairs(
             name, result = str(key), read(value)
         except Exception as error:  # A user's type may raise anything.
             lost = f"the {kind} {shown(key, str)}"
-            tell(lost, f"{lost} is not logged: {reason_of(error)}")
+            tell(lost, f"{lost} is not logged: {reason(error)}")
             continue
         if name in found:
             tell(f"{kind} {name} keys", f"several keys are the {kind} {name}: the last counts")
         found[name] = result
     return found
-
-
-def reason_of(error: BaseException) -> str:
-    """Return an error's type and text. Raises nothing."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # A user's type may raise anything.
-        return f"{type(error).__name__}: without a text"
 
 
 def shown(value: Any, show: Callable[[Any], str] = repr) -> str:
