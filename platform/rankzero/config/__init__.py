@@ -216,15 +216,15 @@ def _override(
 
 
 def _shown(value: Any) -> str:
-    """Return a value as text for a message, of a long one the beginning."""
+    """Return a value as Python writes it, of a long one the beginning."""
     try:
-        text = render(value)
-    except (ValueError, TypeError):
-        # An integer of more digits than Python writes, or a list that JSON cannot hold.
-        text = f"<{type(value).__name__}>"
+        text, show = (value, repr) if isinstance(value, str) else (repr(value), str)
+    except ValueError:
+        # An integer of more digits than Python writes.
+        text, show = f"<{type(value).__name__}>", str
     if len(text) <= _LONGEST_SHOWN:
-        return repr(text)
-    return f"{text[:_LONGEST_SHOWN]!r}… of {len(text):,} characters"
+        return show(text)
+    return f"{show(text[:_LONGEST_SHOWN])}… of {len(text):,} characters"
 
 
 def dotted(nested: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
