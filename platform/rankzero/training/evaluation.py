@@ -56,8 +56,8 @@ def evaluate_goal(
         metrics = evaluate(job, state, stop, job.val_loaders, state.step)
         if goal.metric not in metrics:
             raise GoalMissing(
-                f"the goal is {goal.metric!r}, but measure() returns {sorted(metrics)}: "
-                "set goal.metric"
+                f"the goal is {goal.metric!r}, but an evaluation has {sorted(metrics)}: set "
+                "goal.metric, also in `rankzero resume RUN goal.metric=METRIC`"
             )
     except (EvaluationInterrupted, GoalMissing):
         # A repeated evaluation draws the same numbers.

@@ -348,7 +348,7 @@ def at_once(folders: list[Path]) -> int:
         (("--seeds", "1"), "--seeds must be at least 2"),
         (("--minutes", "-1"), "--minutes must be above 0"),
         (("--objective", "quality"), "needs --trial-minutes"),
-        (("goal.metric=val/f1",), "the goal is 'val/f1', but measure() returns"),
+        (("goal.metric=val/f1",), "the goal is 'val/f1', but an evaluation has"),
         (("fail=data",), "no such data"),
         (("--nproc", "0"), "--nproc must be at least 1"),
         (("--nproc", "1,1"), "--nproc 1,1 names a number twice"),
