@@ -100,8 +100,10 @@ def test_setting_may_share_its_name_with_a_method() -> None:
 
 
 def test_experiment_is_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(dataclasses.FrozenInstanceError, match="set width=VALUE"):
         Base().width = 3  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError, match="a functools"):
+        Base().scaler = 3  # type: ignore[attr-defined]
 
 
 trains = st.builds(

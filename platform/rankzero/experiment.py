@@ -310,6 +310,7 @@ class Experiment:
             check_types(cls, f"{cls.__name__}.")
         _require_groups(cls)
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+        cls.__setattr__ = _refuse_change  # type: ignore[method-assign,assignment]
         for field in dataclasses.fields(cls):
             if (
                 field.default is dataclasses.MISSING
@@ -511,6 +512,13 @@ def _written(cls: type) -> int | None:
         return None if file is None else Path(file).stat().st_mtime_ns
     except OSError:  # As of a module in a ZIP file.
         return None
+
+
+def _refuse_change(experiment: Experiment, name: str, _: object) -> None:
+    mend = f"set {name}=VALUE on the command line"
+    if name not in {field.name for field in dataclasses.fields(experiment)}:
+        mend = "write a functools.cached_property, which data() and model() may both use"
+    raise dataclasses.FrozenInstanceError(f"self.{name} cannot be assigned to: {mend}")
 
 
 def _check_names(cls: type[Experiment]) -> None:
