@@ -17,6 +17,7 @@ from rankzero.config import override
 from rankzero.errors import UserError
 from rankzero.events import Evaluated
 from rankzero.experiment import Goal
+from rankzero.launch import failures
 from rankzero.ranks import Ranks
 from rankzero.ratio import Ratio
 from rankzero.run_store import checkpoint_files
@@ -183,6 +184,23 @@ def test_a_run_without_its_goal_has_a_checkpoint_to_resume(train: Trainer, tmp_p
     assert [one.metrics for one in evaluated(second)] == [
         one.metrics for one in evaluated(straight)
     ]
+
+
+class Collective(Tiny):
+    def measure(self, model: Any, batch: Any) -> Any:
+        if not model.training:
+            raise RuntimeError("/gloo/pair.cc: Connection closed by peer")
+        return super().measure(model, batch)
+
+
+def test_a_rank_lost_in_an_evaluation_without_lockstep_names_it(
+    train: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError) as lost:
+        train(override(Collective(), {"train.steps": 1}), tmp_path)
+    assert "write lockstep = True" in failures.reason(lost.value)
 
 
 @pytest.mark.parametrize("stop_at", [5, 10])

@@ -99,7 +99,8 @@ def reason(error: BaseException) -> str:
         where = ": see the output of the other machines"
         several = here.local_world_size < here.world_size
         lost = "another rank's process or machine, or the network between them, was lost"
-        return f"{lost}{where if several else ''}"
+        lost += where if several else ""
+        return "; ".join([lost, *getattr(error, "__notes__", ())])
     text = f"{type(error).__name__}: {_first_line(error)}".rstrip(": ")
     place = place_of(traceback.extract_tb(error.__traceback__))
     late = ""

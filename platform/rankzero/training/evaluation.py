@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rankzero.errors import UserError
+from rankzero.launch import failures
 from rankzero.training import improvement, rng
 from rankzero.training.data import sets
 from rankzero.training.data.stream import Loader, StreamLoader
@@ -87,6 +88,11 @@ def evaluate(
             for group, loader in loaders.items():
                 values = _evaluate(job, state.model, group, loader, poll, step)
                 metrics |= {f"{group}/{name}": value for name, value in values.items()}
+        except RuntimeError as error:
+            # Only batches of an evaluation differ in size.
+            if failures.shows_lost_rank(error) and not job.experiment.lockstep:
+                error.add_note("if measure() calls collectives, write lockstep = True")
+            raise
         finally:
             state.model.train()
     return metrics
