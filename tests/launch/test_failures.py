@@ -84,6 +84,10 @@ LATE = "; a GPU reports errors late: CUDA_LAUNCH_BLOCKING=1 shows the line that 
         ("CUDA error: out of memory\nCompile with", "CUDA error: out of memory"),
         ("\nshapes differ\nby one", "shapes differ"),
         (
+            "DataLoader worker (pid(s) 7) exited. Details are lost. Rerunning with num_workers=0",
+            "DataLoader worker (pid(s) 7) exited; train.workers=0 may show its error",
+        ),
+        (
             'Error(s) in loading Net:\n\tMissing key: "a".\n\tx',
             'Error(s) in loading Net: Missing key: "a".',
         ),

@@ -87,7 +87,10 @@ def describe(error: BaseException, rank: int) -> Failure:
         found = error.failure.rank if error.of_peer else rank
         return dataclasses.replace(error.failure, time=time.time(), rank=found)
     trace = text_without_secrets("".join(traceback.format_exception(error)))
-    return Failure(time.time(), rank, text_without_secrets(reason(error)), trace, _kind(error))
+    text = reason(error)
+    if "DataLoader worker (pid" in text:  # PyTorch's advice, if any, is num_workers=0.
+        text = f"{text.partition('. Details')[0]}; train.workers=0 may show its error"
+    return Failure(time.time(), rank, text_without_secrets(text), trace, _kind(error))
 
 
 def reason(error: BaseException) -> str:
