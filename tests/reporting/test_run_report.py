@@ -95,6 +95,11 @@ def test_a_report_says_what_was_not_committed() -> None:
     assert "provenance/diff.patch has in part" in origin("incomplete")
 
 
+def test_a_run_of_one_step_has_one_step() -> None:
+    text = report(RunStarted(T0, {}, {}, 1), steps(1, 1), ended())
+    assert "1 step · " in text
+
+
 def test_a_run_in_steps_is_continued_by_steps(tmp_path: Path) -> None:
     params = {"train.epochs": "10", "train.steps": "100"}
     text = report(started(**params), saved(make_folder(tmp_path), 100), ended())

@@ -21,7 +21,7 @@ def trouble(state: DeliveryState) -> list[str]:
         found.append(f"{UNDELIVERED}: {retries.error}")
     for count, what, lines in (
         (problems.rejected, "refused by MLflow, or no events", problems.reasons),
-        (problems.altered, "not in MLflow as they were", problems.remarks),
+        (problems.altered, "not in MLflow as logged", problems.remarks),
     ):
         if count:
             things = f"{count:,} thing{'s' * (count != 1)}"

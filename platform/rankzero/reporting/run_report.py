@@ -112,7 +112,7 @@ def _lead(facts: Facts, end: RunEnded) -> str:
         parts.append(f"`{facts.goal.metric}` **{_number(facts.best)}**")
     # The line has no room for explanations.
     parts += [
-        f"{value} steps" if title == "Steps" else value
+        f"{value} step{'s' * (value != '1')}" if title == "Steps" else value
         for title, value in (*_speed_rows(facts, end), *_progress_rows(facts))
         if title not in ("Waiting for data", "Limited by", "Slowest rank")
     ]
