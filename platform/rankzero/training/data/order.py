@@ -186,7 +186,7 @@ def make_batch_order(
     if not order.steps_per_epoch:
         raise UserError(
             f"the training set has {samples} samples, fewer than one batch: "
-            f"set train.batch_size to at most {samples}"
+            f"set train.batch_size to at most {samples}, or train.drop_last=false"
         )
     return order
 
