@@ -126,6 +126,12 @@ def test_invalid_settings_file_is_named(here: Here, content: bytes, says: str) -
     assert code == 2 and output.startswith("error: start.yaml") and says in output, output
 
 
+def test_a_comparison_of_runs_names_the_report(here: Here) -> None:
+    make_folder(Path("mlruns"), name="t1")
+    code, output = here("compare", "t1", "t2")
+    assert code == 2 and "report t1 t2" in output
+
+
 def test_invalid_settings_of_a_run_are_named(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, experiment_file=str(TINY))
     folder.config.write_bytes(b"lr: \xff\n")

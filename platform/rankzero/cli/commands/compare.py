@@ -9,7 +9,7 @@ from rankzero import config
 from rankzero.cli import options
 from rankzero.cli.commands import search
 from rankzero.cli.display import delivery_notes
-from rankzero.cli.display.live import look
+from rankzero.cli.display.live import command, look
 from rankzero.cli.display.terminal import print_line, print_table
 from rankzero.errors import FAILED, UserError
 from rankzero.run_store.spoken_names import new_name
@@ -31,6 +31,10 @@ def run(arguments: argparse.Namespace) -> int:
     from rankzero.compare.results import strategy_runs
 
     # Report mistakes before a process is started.
+    names = [word for word in arguments.settings if "=" not in word]
+    if names and (arguments.dir / "runs" / arguments.experiment).is_dir():
+        report = command(arguments.dir, "report", arguments.experiment, *names)
+        raise UserError(f"compare trains an experiment; to compare runs: {report}")
     typed = bool(arguments.strategies)
     strategies = arguments.strategies.split(",") if typed else ["single", "ddp"]
     counts = options.device_counts(arguments.nproc or "1,2")
