@@ -237,11 +237,11 @@ def test_second_copy_brings_the_better_model_and_what_an_upload_left(
     mine, theirs = roots
     folder, uri = study(mine), uris.default_tracking_uri(theirs)
     tracker, there = MlflowRuns(uris.default_tracking_uri(mine)), MlflowRuns(uri)
-    run, copied = (
-        tracker.find_run(mlflow_id(folder) or ""),
-        there.find_run(bundle.copy(folder, uri)),
-    )
+    run = tracker.find_run(mlflow_id(folder) or "")
+    tracker.models.register(run, tracker.models.best_model(run) or "", "mine")
+    copied = there.find_run(bundle.copy(folder, uri))
     (former,) = (one for one in there.models.of_run(copied) if one.name == "best")
+    assert "mlflow.modelVersions" not in former.tags, "it is registered in the other store alone"
     (trees,) = (one for one in there.models.of_run(copied) if one.name == "trees")
     bundle.write(folder, theirs / "older.zip")
     # The best model is that of a later step now, and an upload was killed.

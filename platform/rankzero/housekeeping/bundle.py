@@ -54,8 +54,8 @@ _WITH_SECRETS = ("run.json", "config.yaml")
 _UNFINISHED = "import.unfinished"
 # Files of a bundle that are read as a whole.
 _MAX_JSON = 1 << 24
-# MLflow gives them to each run anew.
-_OWN_TAGS = ("rankzero.uuid", "mlflow.parentRunId", CLAIM)
+# MLflow makes them for each run, and the last one for a registered model.
+_OWN_TAGS = ("rankzero.uuid", "mlflow.parentRunId", CLAIM, "mlflow.modelVersions")
 # The points that are in MLflow alone, a line each.
 _POINTS, _POINTS_AT_ONCE = "points.jsonl", limits.METRICS_PER_TRANSACTION
 
@@ -440,10 +440,14 @@ def _version(tags: Mapping[str, str]) -> tuple[str | None, ...]:
     return tags.get("rankzero.step"), tags.get("rankzero.saved_at")
 
 
+def _copied(tags: Mapping[Any, Any]) -> dict[str, str]:
+    return {str(key): str(value) for key, value in tags.items() if key not in _OWN_TAGS}
+
+
 def _mlflow_fields(source: Path) -> dict[str, Any]:
     try:
         fields = json.loads((source / "mlflow.json").read_text(encoding="utf-8"))
-        tags = {str(key): str(value) for key, value in fields["tags"].items()}
+        tags = _copied(fields["tags"])
         # A bundle of an earlier version has none.
         params = {str(key): str(value) for key, value in fields.get("params", {}).items()}
         models = [
@@ -451,13 +455,12 @@ def _mlflow_fields(source: Path) -> dict[str, Any]:
                 "name": str(one["name"]),
                 "kind": str(one.get("kind", "pytorch")),
                 "step": int(one["step"]),
-                "tags": {str(key): str(value) for key, value in one["tags"].items()},
+                "tags": _copied(one["tags"]),
             }
             for one in fields["models"]
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"the bundle's {_MLFLOW}.json is damaged: {error!r}") from error
-    tags = {key: tags[key] for key in tags.keys() - set(_OWN_TAGS)}
     return {"tags": tags, "models": models, "params": params}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -341,6 +342,9 @@ def test_mlflows_registry_still_has_a_client_of_its_own(
         )
     assert store.models.register(run, model_id, "ours") == 1
     assert store.models.register(run, model_id, "ours") == 1, "no second version"
+    # As MLflow's page of a model wants it: it says "Not registered" without.
+    versions = store._client.get_logged_model(model_id).tags["mlflow.modelVersions"]
+    assert json.loads(versions) == [{"name": "ours", "version": 1}]
 
 
 def test_a_registration_leaves_nothing_in_the_current_directory(
@@ -359,6 +363,7 @@ def test_a_registration_asks_the_database_through_the_same_connections() -> None
     """By another URI, MLflow connects once more, and without the settings for a lost server."""
     client, asked = Mock(tracking_uri="http://there?keepalives=1"), list[str]()
     client.search_model_versions.return_value = []
+    client.get_logged_model.return_value.tags = {}
     client.create_model_version = lambda *_, **__: asked.append(get_tracking_uri()) or MagicMock()
     MlflowModels(client, Mock()).register(Mock(), "m-1", "ours")
     assert asked == ["http://there?keepalives=1"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from mlflow import MlflowClient
 from mlflow.entities import LoggedModel, LoggedModelOutput
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
+from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 
 from rankzero.events import CheckpointSaved
 from rankzero.mlflow_store.client import mlflow_compat
@@ -174,7 +176,7 @@ class MlflowModels:
         source = f"models:/{model_id}"
         for version in self._client.search_model_versions(f"run_id = '{run.run_id}'"):
             if (version.name, version.source) == (name, source):
-                return int(version.version)
+                return self._registered(model_id, name, int(version.version))
         # Sent again after a lost answer, it would make a second version. MLflow has an engine for
         # each URI, and the client's has settings for a lost database.
         with (
@@ -182,7 +184,17 @@ class MlflowModels:
             mlflow_compat.global_tracking_uri(str(self._client.tracking_uri)),
         ):
             made = self._client.create_model_version(name, source, run.run_id, model_id=model_id)
-        return int(made.version)
+        return self._registered(model_id, name, int(made.version))
+
+    def _registered(self, model_id: str, name: str, version: int) -> int:
+        # MLflow's page of a model reads this tag. A server has set it, a database has not.
+        tags = self._client.get_logged_model(model_id).tags
+        known = json.loads(tags.get(MLFLOW_MODEL_VERSIONS, "[]"))
+        new = {"name": name, "version": version}
+        if new not in known:
+            value = json.dumps([*known, new])
+            self._client.set_logged_model_tags(model_id, {MLFLOW_MODEL_VERSIONS: value})
+        return version
 
     def _is_source(self, model: LoggedModel, version: ModelVersion) -> bool:
         if model.model_id in str(version.source).split("/"):
