@@ -16,6 +16,8 @@ METRICS_PER_BATCH = 1000
 METRICS_PER_TRANSACTION = 10_000
 # Params or tags.
 ITEMS_PER_BATCH = 100
+TABLES_TAG = "mlflow.loggedArtifacts"
+"""MLflow's page shows the files that this tag lists as tables."""
 
 # MLflow also accepts a colon, but not on Windows.
 _ILLEGAL = re.compile(r"[^/\w.\- ]")

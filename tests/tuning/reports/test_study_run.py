@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 from rankzero import Experiment
 from rankzero.events import Event, RunEnded, StepsLogged
@@ -88,8 +89,12 @@ def test_tables_of_trials_have_the_searched_settings_and_the_seeds(tmp_path: Pat
         )
         for n in (16, 32)
     ]
-    run = StudyRun(cast("Any", SimpleNamespace(folder=RunFolder(tmp_path))), {})
-    run.write_trials(trials)
+    log = Mock(folder=RunFolder(tmp_path))
+    StudyRun(log, {}).write_trials(trials)
+    # Without this tag, MLflow's viewer shows the text of the file.
+    [event] = (call.args[0] for call in log.call_args_list)
+    [listed] = json.loads(event.tags["mlflow.loggedArtifacts"])
+    assert listed == {"path": "trials.json", "type": "table"}
     table = json.loads((tmp_path / "artifacts/trials.json").read_text())
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
     assert [(row["width"], row["seeds"]) for row in rows] == [(16, 3), (32, 3)]

@@ -16,9 +16,6 @@ from rankzero.mlflow_store import limits
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 
-TAG = "mlflow.loggedArtifacts"
-"""MLflow's page shows the files that this tag lists as tables."""
-
 
 def save(data: Any, columns: Sequence[str] | None, tell: Tell, path: Path, before: Path) -> None:
     """Write a table. The rows of the table at `before`, if there is one, come first.
@@ -70,7 +67,7 @@ class ListedTables:
         if self._known is None:  # An earlier attempt may have logged some.
             known = None
             with contextlib.suppress(ValueError):  # An earlier version let programs set the tag.
-                known = json.loads(_logged_tags(self._folder).get(TAG, "[]"))
+                known = json.loads(_logged_tags(self._folder).get(limits.TABLES_TAG, "[]"))
             self._known = known if isinstance(known, list) else []
         entry = {"path": path, "type": "table"}
         if entry in self._known:
@@ -82,7 +79,7 @@ class ListedTables:
             self._tell("tables", f"MLflow's page lists {most} tables of this run, others as files")
             return None
         self._known.append(entry)
-        return TagsSet(time.time(), {TAG: value})
+        return TagsSet(time.time(), {limits.TABLES_TAG: value})
 
 
 def _logged_tags(folder: RunFolder) -> dict[str, str]:

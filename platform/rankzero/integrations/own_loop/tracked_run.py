@@ -314,7 +314,7 @@ class TrackedRun:
             texts = self._read(tags, str, "tag")
             for name in [*texts]:
                 legal = limits.name(name)  # "/rankzero.uuid" is "rankzero.uuid" in MLflow.
-                if legal.startswith("rankzero.") or legal == tables.TAG:
+                if legal.startswith("rankzero.") or legal == limits.TABLES_TAG:
                     self.tell(f"tag {name}", f"a tag is not logged: {name} is RankZero's own")
                     del texts[name]
             with self._lock:

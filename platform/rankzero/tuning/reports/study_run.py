@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from rankzero import config
-from rankzero.events import RunEnded, RunStarted, Status, StepsLogged
+from rankzero.events import RunEnded, RunStarted, Status, StepsLogged, TagsSet
 from rankzero.experiment import Experiment
+from rankzero.mlflow_store import limits
 from rankzero.ranks import Ranks
 from rankzero.redaction.text import blotted, settings_without_secrets
 from rankzero.reporting import markdown
@@ -147,6 +148,9 @@ class StudyRun:
             for row in rows
         ]
         self.write(name, json.dumps({"columns": columns, "data": data}))
+        tables = sorted(self.folder.artifacts.glob("*.json"))
+        listed = json.dumps([{"path": one.name, "type": "table"} for one in tables])
+        self.log(TagsSet(time.time(), {limits.TABLES_TAG: listed}))
 
     def write_description(self, markdown: str) -> None:
         """Set the run's description in MLflow, in the place of the usual report."""
