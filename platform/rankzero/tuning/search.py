@@ -59,6 +59,8 @@ SUBJECT, WINNER, CODE = "subject", "winner", "code"
 """Facts of a study: its experiment in MLflow and the class, the number of the winning trial, and a
 digest of the code that it began with."""
 
+_UNITS = {"time-to-target": ", in s", "energy": ", in J"}
+
 
 @dataclasses.dataclass(frozen=True)
 class SearchSetup:
@@ -380,7 +382,6 @@ def _report(
     """Write the verdict and its evidence into the run and the study; return it as sentences."""
     members.require_lead(study)
     trials, goal = study.trials(), setup.space.reference.goal
-    chosen = trials[verdict.winner.trial].parameters
     text = " ".join([_sentence(setup, study, verdict), *devices.sentences()])
     for name, columns, rows in devices.tables():
         run.write_table(name, columns, rows)
@@ -388,12 +389,15 @@ def _report(
     tables = [texts_markdown(columns, rows) for _, columns, rows in (*devices.tables(), knobs)]
     run.log_trials(trials)
     run.write_trials(trials)
-    run.write_sweet_spot(setup.space.experiment(chosen), text, setup.use)
+    run.write_sweet_spot(
+        setup.space.experiment(trials[verdict.winner.trial].parameters), text, setup.use
+    )
     # For `rankzero report`, which reads the study alone.
-    study.note("objective", verdict.objective)
+    unit = _UNITS.get(verdict.objective, "")
+    study.note("objective", f"{verdict.objective}{unit}")
     study.note("sentence", text)
     study.note(WINNER, verdict.winner.trial)
-    result = f"**{text}**\n\nObjective: {verdict.objective}.\n\n"
+    result = f"**{text}**\n\nObjective: {verdict.objective}{unit}.\n\n"
     details = f"{trials_markdown(trials)}\n\n{''.join(tables)}"
     use = f"Use it: `{setup.use}`\n" if setup.use else ""
     run.write_description(f"{result}{details}{use}")

@@ -66,7 +66,7 @@ EFFECTS = [
 
 def test_the_pareto_front_has_the_finished_trials_that_none_beats_in_both() -> None:
     pareto = optuna_figures.interactive(TRIALS, GOAL, [1])[0]
-    best = next(trace for trace in pareto.data if trace.name == "Best Trial")
+    best = next(trace for trace in pareto.data if trace.name == "none is better in both")
     assert sorted(zip(best.x, best.y, strict=True)) == [(100.0, 0.9), (200.0, 0.8)]
     sweet = next(trace for trace in pareto.data if trace.name == "sweet region")
     assert (sweet.x, sweet.y) == ((200.0,), (0.8,))

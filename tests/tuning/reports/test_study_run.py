@@ -103,6 +103,12 @@ def test_tables_of_trials_have_the_searched_settings_and_the_seeds(tmp_path: Pat
     assert "width" in (tmp_path / "artifacts/trials.csv").read_text().splitlines()[0]
 
 
+def test_a_trial_that_missed_the_target_says_so_below_the_others() -> None:
+    missed = dataclasses.replace(trial(0), value=0.5, constraints={"quality": 0.1})
+    first, second = trials_markdown([missed, trial(1)]).splitlines()[2:]
+    assert "COMPLETE" in first and "missed" in second and "COMPLETE" not in second
+
+
 def test_a_setting_with_the_name_of_a_column_has_another_head() -> None:
     parameters = {"seeds": 7, "batch": 4, "width": 16}
     found = Trial(0, "COMPLETE", parameters, 1.0, {}, {"seeds": 3})

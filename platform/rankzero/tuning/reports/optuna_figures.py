@@ -35,7 +35,8 @@ _FACTS = {_BATCH: "batch_size", "precision": "precision", _LR: "lr"}
 _ON_LOG_SCALE = (_BATCH, _LR, _LR_FACTOR)
 _VALUE = "value (less is better)"
 _BLUE, _GREEN, _GREY = "#1f77b4", "#2ca02c", "#999999"
-_COLOURS = {"Best Trial": "#d62728"}  # of the Pareto front
+# Optuna's groups. The first one may have missed the target.
+_GROUPS = {"Best Trial": ("none is better in both", "#d62728"), "Trial": ("others", _BLUE)}
 _INCHES = {"history": (10.0, 5.0), "importance": (8.0, 3.5), "parallel": (11.0, 5.0)}
 
 
@@ -52,9 +53,9 @@ def interactive(trials: Sequence[Trial], goal: Goal, region: Sequence[int]) -> l
                 # Optuna shades the points by trial number: the first ones are all but white.
                 for trace in figure.data:
                     group = trace.marker.colorbar.title.text
-                    colour = _COLOURS.get(group, _BLUE)
+                    label, colour = _GROUPS.get(group, (group, _BLUE))
                     marker = {"color": colour, "size": 9, "showscale": False}
-                    trace.update(name=group, showlegend=True, marker=marker)
+                    trace.update(name=label, showlegend=True, marker=marker)
                 x, y = _speeds_and_qualities(trials, region)
                 star = {"symbol": "star", "color": _GREEN, "size": 16}
                 figure.add_scatter(x=x, y=y, mode="markers", name="sweet region", marker=star)
@@ -95,7 +96,8 @@ def write_pngs(folder: Path, trials: Sequence[Trial], goal: Goal, region: Sequen
             if name == "pareto":
                 x, y = _speeds_and_qualities(trials, region)
                 axes.scatter(x, y, marker="*", s=260, color=_GREEN, label="sweet region")
-                axes.legend()
+                points, names = axes.get_legend_handles_labels()
+                axes.legend(points, [_GROUPS.get(one, (one,))[0] for one in names])
             for one in axes.figure.axes:
                 if one.get_yscale() == "log":  # its numbers are formulas by default
                     one.yaxis.set_major_formatter(LogFormatter())
@@ -115,7 +117,7 @@ def _drawn_by(library: Any, trials: Sequence[Trial], goal: Goal) -> Iterator[tup
     names = ["samples/s", goal.metric]
     yield "pareto", "Throughput and quality", library.plot_pareto_front(front, target_names=names)
     history = library.plot_optimization_history(study, target_name=_VALUE)
-    yield "history", "Objective by trial", history
+    yield "history", "Objective by trial (grey: missed)", history
     # The learning rate depends on the batch size and its factor does not: so the factor's share.
     params = [name for name in searched if name != _LR]
     with contextlib.suppress(Exception):  # too few trials, or all alike

@@ -201,8 +201,13 @@ def own_settings(trials: Sequence[Trial]) -> dict[str, str]:
 
 
 def texts_of(trial: Trial, own: Iterable[str] = ()) -> list[str]:
-    """Return a trial's values of `SHOWN_COLUMNS`, and of its `own` settings, as text."""
+    """Return a trial's values of `SHOWN_COLUMNS`, and of its `own` settings, as text.
+
+    The state of one that ended and missed the target is "missed".
+    """
     row = _row_of(trial)
+    if trial.state == "COMPLETE" and not trial.feasible:
+        row["state"] = "missed"
     values = [*(row[column] for column in SHOWN_COLUMNS), *map(trial.own.get, own)]
     texts = [shown(one) if isinstance(one, float) else str(one) for one in values]
     return ["" if one is None else text for one, text in zip(values, texts, strict=True)]
