@@ -215,6 +215,7 @@ def _decide(setup: SearchSetup, study: Study, run: StudyRun) -> SearchOutcome:
     run.finish(
         text,
         {
+            "best": study.trials()[verdict.winner.trial].facts.get("best"),
             "gain": verdict.gain,
             "gain_low": verdict.gain_low,
             "gain_high": verdict.gain_high,
