@@ -13,6 +13,7 @@ from rankzero.compare.results import (
     with_speed_ups,
 )
 from rankzero.errors import UserError
+from rankzero.reporting import html_page
 from rankzero.training.profiling.profiler import OperatorCost, Profile
 from rankzero.training.profiling.spans import StepBreakdown
 
@@ -132,10 +133,12 @@ def test_the_text_of_a_profile() -> None:
         0.012,
         64,
         StepBreakdown(0.06, 0.12, 0.02, 0.6, 0.1, 0.1),
-        [OperatorCost("aten::mm", 2.0, 0.4, 3.0)],
+        [OperatorCost("aten::_fused_adamw_", 2.0, 0.4, 3.0)],
         "cpu",
     )
     message = "20% compute (6% forward, 12% backward, 2% optimizer), 60% communication"
     assert tables.verdict(profile).startswith(f"A step takes 10 ms (6,400 samples/s): {message}")
     assert "The limit is communication, so send less" in tables.verdict(profile)
-    assert tables.costs(profile)[1] == [["aten::mm", "2", "40%", "3"]]
+    assert tables.costs(profile)[1] == [["aten::_fused_adamw_", "2", "40%", "3"]]
+    page = html_page.from_markdown(tables.costs_in_markdown(profile))
+    assert "<code>aten::_fused_adamw_</code>" in page

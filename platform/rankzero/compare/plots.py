@@ -48,7 +48,6 @@ def write_scaling(folder: Path, rows: Sequence[StrategyResult]) -> None:
 @plain_words()
 def write_step(path: Path, profile: Profile) -> None:
     """Draw the parts of a step's time as one bar."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     whole, shares = 1e3 * profile.step_seconds, dataclasses.asdict(profile.breakdown)
     figure = canvas(9, 2.7)
     axes = figure.subplots()

@@ -14,7 +14,6 @@ from rankzero.errors import RunFailed
 from rankzero.experiment import Experiment
 from rankzero.launch import failures
 from rankzero.launch.agent import Topology
-from rankzero.reporting.markdown import table
 from rankzero.reporting.run_facts import fold
 from rankzero.run_store.journal import read_all
 from rankzero.scalars import shown
@@ -58,12 +57,12 @@ def profile(study: StudyRun, host: Host, described: ExperimentDescription) -> Pr
     artifacts, experiment = study.folder.artifacts, describe.mirrored(described)
     folder = artifacts / "profile"
     found = _profiled(study, host, experiment, described.processes, folder, trace=True)
-    verdict, costs = tables.verdict(found), table(*tables.costs(found))
+    verdict, costs = tables.verdict(found), tables.costs_in_markdown(found)
     where = "Traces: `profile/`, for ui.perfetto.dev"
     study.write_description(f"{verdict}\n\n{costs}\n\n{where}\n")
     shares = {"compute": found.breakdown.compute, **dataclasses.asdict(found.breakdown)}
     with study.drawing():
-        plots.write_step(artifacts / "figures" / "step_time.png", found)
+        plots.write_step(artifacts / "step_time.png", found)
     summary = {
         "step_seconds": found.step_seconds,
         "samples_per_second": found.batch_size / found.step_seconds,

@@ -108,7 +108,13 @@ def costs(profile: Profile) -> tuple[list[str], list[list[str]]]:
         [cost.name, f"{cost.milliseconds:.3g}", f"{cost.share:.0%}", f"{cost.calls:.3g}"]
         for cost in profile.costs
     ]
-    return ["operator", "ms a step", "share", "calls a step"], rows
+    return ["operator", "ms a profiled step", "share", "calls a step"], rows
+
+
+def costs_in_markdown(profile: Profile) -> str:
+    """Return the same table as Markdown, in which ``_`` would be emphasis."""
+    head, rows = costs(profile)
+    return table_in_markdown(head, [[f"`{inline(name)}`", *rest] for name, *rest in rows])
 
 
 def _where(one: StrategyResult) -> str:

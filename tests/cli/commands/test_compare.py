@@ -69,7 +69,7 @@ def test_a_profile_reports_the_parts_of_a_step(rankzero: Command) -> None:
     assert all(
         found["breakdown"][part] > 0 for part in ("forward", "backward", "optimizer", "other")
     )
-    assert (folder.parent / "figures" / "step_time.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder.parent / "step_time.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_stopped_comparison_is_no_failure_and_mlflow_has_its_end(rankzero: Command) -> None:
