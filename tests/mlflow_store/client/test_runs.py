@@ -240,6 +240,10 @@ def test_a_checkpoint_is_uploaded_and_downloaded(
     assert len(tracker.history(run.run_id, "val/accuracy")) == 1
     outputs = tracker._client.get_run(run.run_id).outputs.model_outputs
     assert [(output.model_id, output.step) for output in outputs] == [(model_id, 50)]
+    best = tracker.models.log_model(run, folder.path / event.path, "best_model", event.step, {})
+    found = tracker._client.get_logged_model(best).metrics
+    assert {metric.key: metric.value for metric in found} == event.metrics
+    assert len(tracker.history(run.run_id, "val/accuracy")) == 1
 
 
 def test_saving_again_uploads_nothing_and_links_once(

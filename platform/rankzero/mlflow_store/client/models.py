@@ -133,7 +133,7 @@ class MlflowModels:
                 self.delete_checkpoint(model.model_id)
             elif is_same and saved_at is not None:
                 whole = model
-        model_id = (whole or self._upload_model(run, folder, name, tags, kind)).model_id
+        model_id = (whole or self._upload_model(run, folder, name, step, tags, kind)).model_id
         self._link_output(run, model_id, step)
         return str(model_id)
 
@@ -239,10 +239,17 @@ class MlflowModels:
         return model
 
     def _upload_model(
-        self, run: RunRecord, folder: Path, name: str, tags: Mapping[str, str], kind: str
+        self, run: RunRecord, folder: Path, name: str, step: int, tags: Mapping[str, str], kind: str
     ) -> LoggedModel:
         model = self._create(run, name=name, tags=dict(tags), model_type=kind)
         self._locations.of_model(model).upload_folder(folder)
+        # Those of its checkpoint, as the same points. Else MLflow's page of it is empty.
+        for checkpoint in self._checkpoint_models(run, step)[:1]:
+            known = (
+                MetricPoint(one.key, one.value, one.timestamp, one.step, model.model_id)
+                for one in checkpoint.metrics or ()
+            )
+            log_points(self._client, run.run_id, [*known])
         self._client.finalize_logged_model(model.model_id, "READY")
         return model
 
