@@ -15,9 +15,11 @@ _STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:auto;padding:1rem;background:Canvas;
  color:CanvasText;overflow-wrap:anywhere} th,td:first-child{overflow-wrap:break-word}
 h1{font-size:1.5rem} h2{font-size:1.2rem;margin-top:2rem} h3{font-size:1rem;margin-top:1.5rem}
-table{display:block;overflow-x:auto;border-collapse:collapse;font-variant-numeric:tabular-nums}
+table{display:block;overflow-x:auto;margin:1rem 0;border-collapse:collapse;
+ font-variant-numeric:tabular-nums}
 th,td{text-align:left;vertical-align:top;padding:.25rem 1rem .25rem 0;white-space:pre-wrap;
  border-bottom:1px solid rgb(128 128 128/.3)} td+td{min-width:6rem}
+tr:has(:nth-child(8)) td{min-width:0;overflow-wrap:break-word}
 code,pre{font:.9em ui-monospace,monospace} summary{cursor:pointer;margin:1rem 0}
 pre{overflow-x:auto;padding:.75rem;background:rgb(128 128 128/.12);border-radius:.4rem}
 .grid{display:grid;grid-auto-flow:dense;gap:1rem;grid-template-columns:repeat(auto-fill,minmax(min(100%,28rem),1fr))}
