@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import html
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,7 @@ def write(path: Path, folders: Sequence[RunFolder]) -> list[str]:
         end = sides[0].facts.end
         parts.append(f"<p><b>{sides[0].status}</b>: {html.escape(end.reason if end else '')}</p>")
     searches = [_charts_of_search(folder) for folder in folders]
-    if not all(searches) and (charts := list(_curves(folders, sides))):
+    if not all(searches) and (charts := list(_curves(*_trained(folders, sides)))):
         parts += ["<h2>Curves</h2>", '<div class="grid">', *charts, "</div>"]
     for folder, side, search in zip(folders, sides, searches, strict=True):
         name = html.escape(side.name)
@@ -85,6 +86,18 @@ def _charts_of_search(folder: RunFolder) -> list[Any]:
     if symlinks.leads_out(page, folder.artifacts):
         return []
     return list(html_page.figures(page.read_text(encoding="utf-8", errors="replace")))
+
+
+def _trained(
+    folders: Sequence[RunFolder], sides: Sequence[RunSide]
+) -> tuple[Sequence[RunFolder], Sequence[RunSide]]:
+    """Return the runs, and in the place of a single repeat its own: it only counts them."""
+    if len(sides) > 1 or "repeat.seeds" not in sides[0].facts.params:
+        return folders, sides
+    children = [child for child in folders[0].children if child.events.exists()]
+    # A chart's legend has no room for the repeat's name on each line.
+    name, found = f"{sides[0].name}-", comparison.sides_of(children)
+    return children, [dataclasses.replace(one, name=one.name.removeprefix(name)) for one in found]
 
 
 def _curves(folders: Sequence[RunFolder], sides: Sequence[RunSide]) -> Iterator[Any]:
