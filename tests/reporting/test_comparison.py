@@ -55,6 +55,18 @@ def test_only_differences_are_shown() -> None:
     assert sections([left, left], everything=True).keys() >= {"Result", "Settings", "Code"}
 
 
+def test_the_end_of_a_schedule_is_no_result_and_a_wait_is_in_percent() -> None:
+    sides = [
+        side(started(), steps(1, 4, "lr", wait), evaluated(step, 0.5), ended(metrics=metrics))
+        for step, wait in ((3, 0.02), (4, 0.04))
+        for metrics in [{"data_wait_fraction": wait}]
+    ]
+    found = {title: {row.key: row for row in rows} for title, rows in sections(sides).items()}
+    assert "lr" not in found["Result"] and found["Result"]["best at step"].change == ""
+    wait = found["Speed"]["waiting for data, %"]
+    assert (wait.values, wait.change) == (("2", "4"), "2.00x")
+
+
 def test_results_that_differ_in_a_late_digit_are_a_difference() -> None:
     sides = [side(started(), evaluated(4, value)) for value in (0.123412, 0.123449)]
     rows = {row.key: row.values for row in sections(sides)["Result"]}

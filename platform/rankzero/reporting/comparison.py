@@ -24,10 +24,10 @@ _CODE = {
     "experiment": "rankzero.experiment_file",
 }
 _MACHINE = ("host", "system", "cpu_count", "python", "torch", "gpu", "cuda", "driver", "nccl")
-_SPEED = "samples_per_second"
+_SPEED, _STEP = "samples_per_second", "best at step"
 _SPEEDS = {
     _SPEED: "samples/s",
-    "data_wait_fraction": "waiting for data",
+    "data_wait_fraction": "waiting for data, %",
     "train_seconds": "training, s",
     "checkpoint_blocked_seconds": "checkpoints, s",
     "peak_memory_megabytes": "peak memory, MB",
@@ -117,9 +117,10 @@ def patches(left: str, right: str) -> Iterator[str]:
 def _metrics(facts: Facts) -> dict[str, float]:
     found: dict[str, float] = {}
     if facts.best is not None:
-        found = {f"best {facts.goal.metric}": facts.best, "best at step": facts.best_step}
-    # The section about speed has the throughput.
-    shown = (key for key in sorted(facts.metrics) if not key.startswith("throughput/"))
+        found = {f"best {facts.goal.metric}": facts.best, _STEP: facts.best_step}
+    # The section about speed has the throughput, and the settings have the learning rate.
+    others = ("throughput/", "lr/")
+    shown = (key for key in sorted(facts.metrics) if not f"{key}/".startswith(others))
     return {**found, "steps": facts.steps, **{key: facts.metrics[key] for key in shown}}
 
 
@@ -140,7 +141,7 @@ def _speeds(facts: Facts) -> dict[str, float]:
     if SPEED in facts.metrics:
         summary.setdefault(_SPEED, facts.metrics[SPEED])
     known = {
-        title: summary[key]
+        title: summary[key] * (100 if title.endswith("%") else 1)
         for key, title in _SPEEDS.items()
         # The times of a resumed run are its last attempt's. Its duration is that of all.
         if number(summary.get(key)) is not None
@@ -187,7 +188,7 @@ def _numbers(found: Sequence[Mapping[str, float]], digits: int = 4) -> Iterator[
     """Yield a row for each key. `digits`: at most so many separate two values."""
     for key in dict.fromkeys(itertools.chain(*found)):
         values = [number(one.get(key)) for one in found]
-        change = _change(*values) if len(values) == 2 else ""
+        change = _change(*values) if len(values) == 2 and key != _STEP else ""
         texts = ["" if one is None else shown(one) for one in values]
         for more in range(5, digits + 1):
             if len(set(texts)) < len(set(map(repr, values))):
