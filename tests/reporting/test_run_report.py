@@ -72,6 +72,14 @@ def test_the_report_of_a_finished_run(tmp_path: Path) -> None:
         assert line in text, text
 
 
+def test_a_report_shows_each_setting_that_a_command_has_changed() -> None:
+    params = {"train.schedule": "constant", "train.ema": "none", "train.seed": "0"}
+    start = {"rankzero.command": "rankzero train e.py train.schedule=constant train.seed=0"}
+    text = report(RunStarted(T0, params, start, 1))
+    assert "| `train.schedule`&emsp; | `constant` |" in text
+    assert text.count("`train.seed`") == 1 and "train.ema" not in text
+
+
 def test_a_report_shows_the_size_of_the_model() -> None:
     sizes = {"": "1234567", ".trainable": "1234567", ".by_module": "stem 1,234,000, head 567"}
 

@@ -253,7 +253,7 @@ def _origin(facts: Facts) -> str:
 
 
 def _parameters(known: Mapping[str, str]) -> str:
-    """Return the model's size: 1,234, of which 1,000 are trained (stem 1,000, head 234)."""
+    """Return the model's size: 1,234, of which 1,000 are trained (stem: 1,000, head: 234)."""
     total, trainable = (
         known.get(f"rankzero.{key}", "") for key in ("parameters", "parameters.trainable")
     )
@@ -265,12 +265,14 @@ def _parameters(known: Mapping[str, str]) -> str:
 
 def _setting(facts: Facts) -> str:
     params = facts.params
-    # Keys without a dot are the experiment's own.
+    # Keys without a dot are the experiment's own. Those of a command may be any.
     own = [key for key in params if "." not in key]
+    words = (word for text, *_ in facts.every_command for word in reproduce.words(text))
+    given = [word.partition("=")[0] for word in words]
     rows = [
         # Two backticks around nothing would be shown as they are.
         (f"`{key}`", f"`{inline(params[key]) or repr('')}`")
-        for key in (*own, *_SETTINGS)
+        for key in dict.fromkeys((*own, *_SETTINGS, *given))
         if key in params and params[key] != "none"
     ]
     return _GAP + "### Setting\n\n" + table(("Setting", "Value"), rows) if rows else ""

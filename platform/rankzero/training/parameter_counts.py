@@ -20,7 +20,7 @@ def tags(model: nn.Module) -> dict[str, str]:
         modules["(model)"] = own
     if rest := children[_MOST_MODULES:]:
         modules[f"({len(rest)} more)"] = sum(_count(child.parameters()) for _, child in rest)
-    shown = ", ".join(f"{name} {count:,}" for name, count in modules.items() if count)
+    shown = ", ".join(f"{name}: {count:,}" for name, count in modules.items() if count)
     return {
         "rankzero.parameters": str(_count(model.parameters())),
         "rankzero.parameters.trainable": str(_count(trainable)),
