@@ -32,3 +32,6 @@ def test_the_ideal_begins_at_the_base(tmp_path: Path, monkeypatch: pytest.Monkey
     plots.write_scaling(tmp_path, with_speed_ups(rows))
     ideal, measured = (line.get_xydata().tolist() for line in figure.axes[0].lines)
     assert ideal == measured == [[2, 1], [8, 4]]
+    (tmp_path / "scaling.png").unlink()
+    plots.write_scaling(tmp_path, with_speed_ups(rows[:2]))
+    assert not list(tmp_path.iterdir()), "points above each other"

@@ -24,16 +24,18 @@ _NARROW = 0.05  # the share of a part that has no room for words
 
 @plain_words()
 def write_scaling(folder: Path, rows: Sequence[StrategyResult]) -> None:
-    """Write ``scaling.png``: the speed-up by the number of devices."""
-    figure = canvas(7, 5)
-    axes = figure.subplots()
+    """Write ``scaling.png``: the speed-up by the number of devices, if there are several."""
     points: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         if row.speed_up is not None:
             points.setdefault(row.run.strategy, []).append((row.run.devices, row.speed_up))
-    devices = sorted({count for found in points.values() for count, _ in found} or {1})
+    devices = sorted({count for found in points.values() for count, _ in found})
+    if len(devices) < 2:
+        return
+    figure = canvas(7, 5)
+    axes = figure.subplots()
     # Twice the devices of the base, the first row, are twice as fast.
-    base = next((row.run.devices for row in rows if row.speed_up is not None), 1)
+    base = next(row.run.devices for row in rows if row.speed_up is not None)
     ends = (devices[0], devices[-1])
     axes.plot(ends, [count / base for count in ends], ":", color="grey", label="ideal")
     for name, found in points.items():
