@@ -9,7 +9,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
+import pytest
+
 from rankzero import Experiment
+from rankzero.errors import RunFailed
 from rankzero.events import Event, RunEnded, StepsLogged
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import read_all
@@ -116,6 +119,23 @@ def test_a_setting_with_the_name_of_a_column_has_another_head() -> None:
     assert own_settings([found]) == heads
     first = trials_markdown([found]).splitlines()[0]
     assert first.count("seeds") == 2 and "setting seeds" in first
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(RunFailed("too short"), "too short"), (KeyError("x"), "KeyError: 'x'")]
+)
+def test_a_reason_names_the_class_of_an_error_only_if_it_is_no_message(
+    tmp_path: Path, error: Exception, reason: str
+) -> None:
+    identity = Identity("s", "uuid", "tests", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    options: dict[str, Any] = {"offline": True, "tags": {}}
+    with (
+        pytest.raises(type(error)),
+        StudyRun.open(tmp_path, identity, Experiment(), [], **options) as run,
+    ):
+        raise error
+    (ended,) = (one for one in read_all(run.folder.events) if isinstance(one, RunEnded))
+    assert ended.reason == reason
 
 
 def test_a_disk_that_hides_the_claim_for_a_moment_costs_no_end(tmp_path: Path) -> None:

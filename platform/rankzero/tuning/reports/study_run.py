@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rankzero import config
+from rankzero.errors import RunFailed, UserError
 from rankzero.events import RunEnded, RunStarted, Status, StepsLogged, TagsSet
 from rankzero.experiment import Experiment
 from rankzero.mlflow_store import limits
@@ -86,7 +87,8 @@ class StudyRun:
             run._status, run._reason = "KILLED", f"stopped by {str(stop) or 'Ctrl-C'}{resumes}"
             raise
         except BaseException as error:
-            run._status, run._reason = "FAILED", f"{type(error).__name__}: {error}"
+            kind = "" if isinstance(error, UserError | RunFailed) else f"{type(error).__name__}: "
+            run._status, run._reason = "FAILED", f"{kind}{error}"
             raise
         finally:
             # Another process may have begun an attempt in this folder, and the end is not its own.
