@@ -69,6 +69,20 @@ def test_metric_counts_on_from_its_own_step_at_the_checkpoint(
     assert "earlier attempt" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("saved", [2, None])
+def test_value_after_the_checkpoint_is_not_the_best_any_more(saved: int | None) -> None:
+    for loss in (0.7, 0.6):  # The second attempt leaves the first one's branch, too.
+        with rankzero.track("mine", name="r1", offline=True) as run:
+            first = 0 if run.latest() is None else 2
+            for step, value in [*enumerate((0.9, 0.8, loss, 0.5), 1)][first:]:
+                assert run.evaluated({"val/loss": value}, step)
+                if step == saved:
+                    run.checkpoint({"x": 1}, step)
+    with rankzero.track("mine", name="r1", offline=True) as run:
+        run.latest()
+        assert run.evaluated({"val/loss": 0.79}, 3) and not run.evaluated({"val/loss": 0.85}, 4)
+
+
 def test_metric_counts_on_from_its_own_step_without_a_checkpoint() -> None:
     for epochs in ((0, 1, 2), (3, 4)):
         with rankzero.track("mine", name="r1", offline=True) as run:

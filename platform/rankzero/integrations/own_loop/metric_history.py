@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping
@@ -77,6 +78,8 @@ class MetricHistory:
         self.last: dict[str, float] = {}
         """The metrics of the last evaluation."""
         self._best_step = self._floor = 0
+        self._bests: list[tuple[int, float]] = []
+        """Each step of earlier attempts whose value was the best so far, without branches left."""
         self._series: dict[str, _Series] = {}
         self._earlier: dict[str, int] = {}
         self._counted: dict[str, int] = {}
@@ -108,15 +111,21 @@ class MetricHistory:
                 highest = dict.fromkeys(event.metrics, max(event.steps, default=0))
             elif isinstance(event, Evaluated):
                 highest = dict.fromkeys(event.metrics, event.step)
-                value = event.metrics.get(self._goal.metric)
-                if value is not None and self._goal.better(value, self.best):
-                    self.best, self._best_step = value, event.step
+                self._recall_goal(event.metrics.get(self._goal.metric, math.nan), event.step)
             else:
                 continue
             for name, step in highest.items():
                 self._earlier[name] = max(step, self._earlier.get(name, step))
                 self.step = max(step, self.step)
         self._floor, self._counted = self.step, dict(self._earlier)
+
+    def _recall_goal(self, value: float, step: int) -> None:
+        if self._goal.better(value, self.best):
+            self.best, self._best_step = value, step
+        while self._bests and self._bests[-1][0] >= step:
+            self._bests.pop()  # An attempt continued from an earlier step.
+        if self._goal.better(value, self._bests[-1][1] if self._bests else None):
+            self._bests.append((step, value))
 
     def checkpoint(self, step: int) -> list[StepsLogged]:
         """Return an event for `recall` if metrics are ahead of a checkpoint's step."""
@@ -129,10 +138,19 @@ class MetricHistory:
         if len(self._at_checkpoints) > _MOST:
             del self._at_checkpoints[next(iter(self._at_checkpoints))]
 
-    def continue_from(self, step: int) -> None:
-        """Count on from a checkpoint: its step, and each metric's own at that time."""
-        self.step = self._floor = step
-        self._counted = self._at_checkpoints.get(step, {})
+    def continue_from(self, step: int | None) -> None:
+        """Count on from a checkpoint: its step, and each metric's own at that time.
+
+        Later values are no longer the best, nor is any without a checkpoint.
+        """
+        counted = {} if step is None else self._at_checkpoints.get(step, {})
+        if not self._evaluations:
+            at = -math.inf if step is None else max(step, counted.get(self._goal.metric, step))
+            before = [best for best in self._bests if best[0] <= at]
+            self._best_step, self.best = before[-1] if before else (0, None)
+        if step is not None:
+            self.step = self._floor = step
+            self._counted = counted
 
     def had(self, names: Collection[str], step: int) -> bool:
         """Return whether the step is the newest of any of these metrics in earlier attempts."""

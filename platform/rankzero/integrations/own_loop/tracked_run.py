@@ -552,9 +552,7 @@ class TrackedRun:
             found = last_checkpoint.load(
                 self._log.folder, self._log.notice, in_mlflow=self._named and not self._offline
             )
-            if found is None:
-                return None
-            state, step = found
+            state, step = found or (None, None)
             self._attempt.history.continue_from(step)
             return state
 
