@@ -83,6 +83,16 @@ def test_value_after_the_checkpoint_is_not_the_best_any_more(saved: int | None) 
         assert run.evaluated({"val/loss": 0.79}, 3) and not run.evaluated({"val/loss": 0.85}, 4)
 
 
+def test_higher_checkpoint_of_an_earlier_training_is_noted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for step, resumes in ((20, False), (10, False), (15, True)):
+        with rankzero.track("mine", name="r1", offline=True) as run:
+            assert not resumes or run.latest() == {"step": 20}
+            run.checkpoint({"step": step}, step)
+    assert capsys.readouterr().out.count("still loads step 20 of an earlier attempt") == 1
+
+
 def test_metric_counts_on_from_its_own_step_without_a_checkpoint() -> None:
     for epochs in ((0, 1, 2), (3, 4)):
         with rankzero.track("mine", name="r1", offline=True) as run:

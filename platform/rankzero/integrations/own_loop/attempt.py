@@ -29,7 +29,7 @@ from rankzero.integrations.own_loop.values import (
     to_floats,
 )
 from rankzero.launch import failures
-from rankzero.run_store import provenance
+from rankzero.run_store import checkpoint_files, provenance
 from rankzero.run_store.journal import read_all
 from rankzero.tracking.run_log import RunLog
 
@@ -120,8 +120,17 @@ class Attempt:
 
         if self.checkpoints is None:
             self.checkpoints = Checkpoints.of_run(self.log, self._keep, self._goal)
+            self._note_higher(at)
         self.log_all(self.history.checkpoint(at))
         self.log_all(self.checkpoints.save(state_dict, at, measured, better))
+
+    def _note_higher(self, at: int) -> None:
+        """Note a checkpoint of an earlier attempt that stays the last one."""
+        found = checkpoint_files.known(self.log.folder.checkpoints).values()
+        last = max((one.step for one in found), default=at)
+        if last > at and not self.history.is_continued:
+            text = f"latest() still loads step {last} of an earlier attempt, not step {at}"
+            self._tell("last", f"{text}: delete that checkpoint, or choose another name")
 
     def finish_checkpoints(self) -> None:
         """Return once the checkpoints so far are written."""

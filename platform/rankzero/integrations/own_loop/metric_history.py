@@ -74,6 +74,8 @@ class MetricHistory:
         """The newest step so far."""
         self.judges_rows = False
         """Whether a row's value of the goal's metric is an evaluation."""
+        self.is_continued = False
+        """Whether the attempt continues from a checkpoint."""
         self.best: float | None = None
         self.last: dict[str, float] = {}
         """The metrics of the last evaluation."""
@@ -149,6 +151,7 @@ class MetricHistory:
             before = [best for best in self._bests if best[0] <= at]
             self._best_step, self.best = before[-1] if before else (0, None)
         if step is not None:
+            self.is_continued = True
             self.step = self._floor = step
             self._counted = counted
 
