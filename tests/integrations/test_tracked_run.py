@@ -1037,6 +1037,15 @@ def test_run_of_another_experiment_continues_there_with_a_note(
     assert "mine is a run of the experiment 'first'" in capsys.readouterr().out
 
 
+def test_run_of_another_store_continues_there_with_a_note(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for server in ("http://u:p@a:1", "http://u:q@a:1", "http://b:2"):
+        assert "of the store" not in capsys.readouterr().out
+        rankzero.track("mine", name="r1", tracking_uri=server, offline=True).finish()
+    assert "r1 is a run of the store 'http://a:1': it continues" in capsys.readouterr().out
+
+
 def test_second_process_cannot_write_the_same_run() -> None:
     """The second process changes nothing. After the first, the run can be continued."""
     with subprocess.Popen(

@@ -30,7 +30,7 @@ from rankzero.integrations.own_loop.null_run import NullTrackedRun
 from rankzero.integrations.own_loop.params import params_of
 from rankzero.integrations.own_loop.tracked_run import OPEN, TrackedRun, left_open
 from rankzero.mlflow_store import drivers, uris
-from rankzero.redaction.text import settings_without_secrets
+from rankzero.redaction.text import settings_without_secrets, url_without_secrets
 from rankzero.reporting.run_facts import goal_of
 from rankzero.run_store import checkpoint_files, names, provenance
 from rankzero.run_store.attempt import take_over
@@ -88,7 +88,7 @@ def track(
         offline=offline,
         named=name is not None,
     )
-    for about, text in (*notes, *_notes(run, experiment, root / "runs" / identity.name)):
+    for about, text in (*notes, *_notes(run, identity, root / "runs" / identity.name)):
         run.tell(about, text)
     return run
 
@@ -99,14 +99,24 @@ def _only_imports() -> bool:
     return getattr(current_process(), "_inheriting", False)
 
 
-def _notes(run: TrackedRun, experiment: str, folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield the notes on a run's experiment, and on another run that is open, for its `tell`."""
-    if (known := RunFolder(folder).identity.experiment) != experiment:
-        text = f"{run.name} is a run of the experiment {known!r}: it continues there"
-        yield "experiment", f"{text}, and {experiment!r} gets nothing of it"
+def _notes(run: TrackedRun, asked: Identity, folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield the notes on a run's place, and on another run that is open, for its `tell`."""
+    known = RunFolder(folder).identity
+    places = {"experiment": (known.experiment, asked.experiment)}
+    places["store"] = _store_of(known), _store_of(asked)
+    for kind, (has, other) in places.items():
+        if has != other:
+            text = f"{run.name} is a run of the {kind} {has!r}: it continues there"
+            yield kind, f"{text}, and {other!r} gets nothing of it; another name begins a run there"
     if len(others := left_open(run)) == 1:  # A sweep needs no note for each run.
         text = f"{others[0]} is still open, and ends as this process does unless you end it"
         yield "open", f"{text}: with a `with` block or finish()"
+
+
+def _store_of(identity: Identity) -> str:
+    """Return the store's address. A database has one, whatever links lead to it."""
+    database = uris.sqlite_path(identity.tracking_uri)
+    return str(database.resolve()) if database else url_without_secrets(identity.tracking_uri)
 
 
 def _require_texts(**given: object) -> None:
