@@ -279,6 +279,9 @@ def test_refused_config_leaves_no_run() -> None:
     with pytest.raises(rankzero.ConfigError, match="name: must be a text such as 'digits', got 5"):
         rankzero.track("mine", name=number)
     text: Any = "val/acc"
+    for keep in (-1, text):
+        with pytest.raises(rankzero.ConfigError, match=rf"keep: must be an int .* got {keep!r};"):
+            rankzero.track("mine", keep=keep)
     with pytest.raises(
         rankzero.ConfigError, match=r"goal: must be a Goal such as .* got 'val/acc'"
     ):

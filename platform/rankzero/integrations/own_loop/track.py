@@ -75,6 +75,8 @@ def track(
         return NullTrackedRun()
     # A wrong config must fail before anything is on the disk.
     _require_texts(experiment=experiment, name="" if name is None else name)
+    if keep is not None and (type(keep) is not int or keep < 0):
+        raise ConfigError(f"keep: must be an int from 0 on, got {keep!r}; a high one keeps all")
     root, offline = root_of(folder).absolute(), is_offline(offline)
     if name is not None and (goal is None or keep is None):
         had = _known(root / "runs", name)
