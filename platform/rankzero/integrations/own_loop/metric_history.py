@@ -81,7 +81,6 @@ class MetricHistory:
         """The metrics of the last evaluation."""
         self._best_step = self._floor = 0
         self._bests: list[tuple[int, float]] = []
-        """Each step of earlier attempts whose value was the best so far, without branches left."""
         self._series: dict[str, _Series] = {}
         self._earlier: dict[str, int] = {}
         self._counted: dict[str, int] = {}
@@ -122,6 +121,7 @@ class MetricHistory:
         self._floor, self._counted = self.step, dict(self._earlier)
 
     def _recall_goal(self, value: float, step: int) -> None:
+        """Note a value of the goal, and in `_bests` each one that was the best of its branch."""
         if self._goal.better(value, self.best):
             self.best, self._best_step = value, step
         while self._bests and self._bests[-1][0] >= step:

@@ -74,9 +74,7 @@ def track(
     if not mine.first or _only_imports():
         return NullTrackedRun()
     # A wrong config must fail before anything is on the disk.
-    _require_texts(experiment=experiment, name="" if name is None else name)
-    if keep is not None and (type(keep) is not int or keep < 0):
-        raise ConfigError(f"keep: must be an int from 0 on, got {keep!r}; a high one keeps all")
+    _check(keep, experiment=experiment, name="" if name is None else name)
     root, offline = root_of(folder).absolute(), is_offline(offline)
     if name is not None and (goal is None or keep is None):
         had = _known(root / "runs", name)
@@ -121,8 +119,10 @@ def _store_of(identity: Identity) -> str:
     return str(database.resolve()) if database else url_without_secrets(identity.tracking_uri)
 
 
-def _require_texts(**given: object) -> None:
-    for key, value in given.items():
+def _check(keep: object, **texts: object) -> None:
+    if keep is not None and (type(keep) is not int or keep < 0):
+        raise ConfigError(f"keep: must be an int from 0 on, got {keep!r}; a high one keeps all")
+    for key, value in texts.items():
         if not isinstance(value, str):
             raise ConfigError(f"{key}: must be a text such as 'digits', got {value!r}")
 
