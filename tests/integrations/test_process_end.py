@@ -51,6 +51,15 @@ if __name__ == "__main__":
     process.start()
     process.join()
 """
+ORPHAN = """
+import os, signal, time, rankzero, torch
+def child(_):
+    run = rankzero.track("mine", name="r1", offline=True)
+    run.log({"loss": 1.0})
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+torch.multiprocessing.start_processes(child, start_method="fork")
+"""
 SHOWN = """
 import code
 code.InteractiveInterpreter().runsource("typo")
@@ -260,6 +269,13 @@ def test_signal_that_kills_the_process_fails_the_run(tmp_path: Path) -> None:
     wait_until(lambda: of_kind(folder, RunEnded))  # The recorder writes the end.
     (end,) = of_kind(folder, RunEnded)
     assert end.status == "FAILED" and "killed by a signal" in end.reason
+
+
+def test_death_of_the_process_that_spawned_this_one_stops_the_run(tmp_path: Path) -> None:
+    ended(tmp_path, ORPHAN)
+    wait_until(lambda: of_kind(tmp_path / "mlruns/runs/r1", RunEnded))
+    (end,) = of_kind(tmp_path / "mlruns/runs/r1", RunEnded)
+    assert end.status == "KILLED" and end.reason.startswith("stopped by")
 
 
 def test_error_that_ends_the_process_is_that_of_all_its_runs(tmp_path: Path) -> None:

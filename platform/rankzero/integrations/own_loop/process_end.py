@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.process import current_process, parent_process
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -133,7 +134,15 @@ def _error(last_use: float) -> BaseException | None:
     if last is not None and (_Raised.cells not in (None, [0.0]) or _is_of_prompt(last)):
         last = None  # That of a cell has ended its runs. A silent cell has none.
     # An exception that ended the process came after an exit that was caught.
-    return last or left or raised
+    return last or left or raised or _end_of_parent()
+
+
+def _end_of_parent() -> Stopped | None:
+    """Return the stop by a dead parent, which torch.multiprocessing catches without a word."""
+    target, parent = getattr(current_process(), "_target", None), parent_process()
+    is_spawned = getattr(target, "__module__", "") == "torch.multiprocessing.spawn"
+    is_orphan = is_spawned and parent is not None and not parent.is_alive()
+    return Stopped("the end of its parent process") if is_orphan else None
 
 
 def _uncaught() -> BaseException | None:
