@@ -40,6 +40,7 @@ def tf_config(kind: str, index: int) -> str:
             "SLURM_STEP_TASKS_PER_NODE=3(x2),2 SLURM_NTASKS_PER_NODE=4",
             Ranks(6, 8, 1, 2, 2),
         ),
+        ("SLURM_PROCID=2 SLURM_NTASKS=4 SLURM_STEP_ID=0 RANK=0 WORLD_SIZE=1", Ranks()),
         ("SLURM_PROCID=0 SLURM_NTASKS=4", Ranks()),
         ("RANK=x WORLD_SIZE=2", Ranks()),
         ("RANK=-1 WORLD_SIZE=-1", Ranks()),
