@@ -585,6 +585,15 @@ def test_values_of_a_gpu_are_read_after_the_streams_that_copied_them(
     assert waited == ["side"], "once for all values, and for no other stream"
     assert values.to_floats(kept, print) == [2.0, 2.0] and waited == ["side"]
 
+    class ReadMeanwhile(OnGpu):
+        def clone(self) -> Any:  # type: ignore[override]
+            values.to_floats(kept, print)  # as if another thread read
+            return super().clone()
+
+    late = values.snapshot(torch.tensor(2.0).as_subclass(ReadMeanwhile))
+    waited.clear()
+    assert values.to_floats([late], print) == [2.0] and waited == ["side"]
+
 
 def test_stream_of_a_value_is_kept_while_another_thread_reads(
     monkeypatch: pytest.MonkeyPatch,

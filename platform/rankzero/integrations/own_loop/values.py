@@ -31,11 +31,13 @@ def snapshot(value: Any) -> Any:
         if hasattr(value, "is_complex") and value.is_complex():
             return "a complex number"
         if hasattr(value, "detach"):
-            copied = value.item if value.is_cpu else value.detach().clone
-            if value.is_cuda:
+            copied: Any = f"a tensor of shape {tuple(value.shape)}"
+            if value.numel() == 1:
+                copied = value.item() if value.is_cpu else value.detach().clone()
+            if value.is_cuda:  # Only now: another thread that reads forgets what it has awaited.
                 stream = sys.modules["torch"].cuda.current_stream(value.device)
                 _WRITTEN.setdefault(value.device, set()).add(stream)
-            return copied() if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
+            return copied
         if hasattr(value, "__array__") and hasattr(value, "copy"):
             single = getattr(value, "size", 1) == 1
             return value.copy() if single else f"an array of shape {tuple(value.shape)}"
