@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import enum
 import io
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -133,3 +134,10 @@ def test_prepared_memory_is_that_of_the_copy() -> None:
     }
     # The transposed one is not contiguous, and there is no room for the last.
     assert inside == {"a", "c"} and copied["b"].stride() == state["b"].stride()
+
+
+def test_buffer_of_a_key_that_is_gone_is_freed() -> None:
+    copier = host_copy.HostCopier()
+    first = weakref.ref(copier.copy({"epoch_1": torch.zeros(1)}).state["epoch_1"])
+    copier.copy({"epoch_2": torch.zeros(1)})
+    assert first() is None

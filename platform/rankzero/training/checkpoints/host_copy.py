@@ -58,7 +58,7 @@ class HostCopier:
 
         Raises UserError for a value that could not be loaded again.
         """
-        gpus: set[torch.device] = set()
+        gpus, used = set[torch.device](), dict[tuple[Any, ...], Tensor]()
         # CUDA refuses where the host is short of memory. This memory goes before each buffer is
         # allocated when it is needed.
         if self._memory is not None and not self._memory.lock():
@@ -75,10 +75,11 @@ class HostCopier:
                 if type(buffer) not in self._loadable:
                     _require_loadable(buffer, path)
                     self._loadable.add(type(buffer))
-                self._buffers[path] = buffer
+            used[path] = buffer
             return buffer.copy_(_plain_tensor(source), non_blocking=on_gpu)
 
         copied = _map_tensors(state, copy_tensor, ())
+        self._buffers = used  # A key may change with each checkpoint.
         # An event on one GPU's stream does not wait for the copies of another GPU.
         return PendingCopy(copied, [torch.cuda.current_stream(gpu).record_event() for gpu in gpus])
 
