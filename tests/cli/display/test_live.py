@@ -163,7 +163,7 @@ def test_tables_print_colons_as_they_are(capsys: pytest.CaptureFixture[str]) -> 
 def test_best_model_is_logged_also_if_the_console_missed_the_end(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    append(folder, started(), ended())
+    append(folder, started(), saved(folder, 4), ended())
     logged = []
     monkeypatch.setattr(
         delivery_status, "wait", lambda of, enough: delivery_status.status(of)._replace(done=True)
