@@ -20,8 +20,10 @@ from support.commands import TINY, wait_until
 
 CONTAINER = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc")
 SCRIPT = f"""#!/bin/sh
-{sys.executable} -m rankzero train {TINY} train.steps=10 --run-name r --nproc 1
+{sys.executable} -m rankzero train {TINY} train.steps=10 --run-name r --nproc 1 "$@"
 """
+
+NO_MODEL = "train.mlflow.log_model=false"
 
 
 @pytest.fixture
@@ -51,12 +53,16 @@ def runs_after(folder: Path, *words: str, **environ: str) -> list[tuple[str, str
 
 
 @pytest.mark.timeout(240)
-def test_its_end_is_in_mlflow_before_the_container_goes(script: Path, tmp_path: Path) -> None:
+def test_its_end_is_in_mlflow_before_the_container_goes(
+    script: Path, tmp_path: Path, new_store: Path
+) -> None:
     sh = shutil.which("dash") or "/bin/sh"
     shutil.copy(sh, tmp_path / "tini")  # a container's first process may be such an init
-    for number, words in enumerate([["./train.sh"], ["./tini", "-c", "./train.sh; exit"]]):
+    inner = f"./train.sh {NO_MODEL}; exit"
+    for number, words in enumerate([["./train.sh"], ["./tini", "-c", inner]]):
         folder = tmp_path / str(number)
-        folder.mkdir()
+        (folder / "mlruns").mkdir(parents=True)
+        shutil.copy(new_store, folder / "mlruns" / "mlflow.db")
         (folder / "train.sh").symlink_to(script)
         (folder / "tini").symlink_to(tmp_path / "tini")
         assert runs_after(folder, *words) == [("r", "FINISHED")], words
@@ -71,7 +77,9 @@ def test_a_command_that_does_not_wait_leaves_it_to_sync(
     shutil.copy(new_store, database)
     impatient = {"RANKZERO_WAIT_DELIVERY": "0"}
     with ThreadPoolExecutor() as pool, closing(sqlite3.connect(database)) as other:
-        found = pool.submit(runs_after, tmp_path, "sh", "-c", "./train.sh; true", **impatient)
+        found = pool.submit(
+            runs_after, tmp_path, "sh", "-c", f"./train.sh {NO_MODEL}; true", **impatient
+        )
         recorder = (database.parent / "runs" / "r").glob
         while not any(one.stat().st_size for one in recorder("*.live")) and not found.done():
             time.sleep(0.01)

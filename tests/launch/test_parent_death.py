@@ -21,8 +21,16 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-@pytest.mark.parametrize("when", ["at once", "while it imports"])
+@pytest.mark.parametrize(
+    ("when", "number"),
+    [
+        ("at once", None),
+        ("at once", signal.SIGHUP),
+        ("while it imports", None),
+        ("while it imports", signal.SIGTERM),
+        ("while it imports", signal.SIGKILL),
+    ],
+)
 def test_the_end_of_a_command_ends_its_server(
     tmp_path: Path, when: str, number: signal.Signals | None
 ) -> None:
