@@ -337,6 +337,27 @@ def test_uploads_that_fail_hold_up_neither_curves_nor_the_end(
     assert delivery_status.status(folder).done
 
 
+def test_an_upload_that_always_fails_holds_up_no_other(
+    folder: RunFolder, tracker: MemoryStore
+) -> None:
+    def forbid(called: str, argument: object) -> None:
+        if called == "log_artifact" and cast(Path, argument).stem in ("query", "a_query"):
+            raise OSError("403 Forbidden")
+
+    tracker.fail = forbid
+    folder.artifacts.mkdir()
+    for name in ("a_query.sql", "config.yaml", "plot.png", "query.sql", "z.txt"):
+        (folder.artifacts / name).write_text(name)
+    append(folder, started(), steps(1, 5), saved(folder, 5), ended())
+    deliverer = deliverer_to(tracker, folder)
+    for _ in range(20):
+        deliverer.work()
+    assert tracker.artifacts.keys() == {"config.yaml", "plot.png", "z.txt"}
+    assert list(tracker.checkpoints) == [5] and not deliverer.complete
+    tracker.fail = None
+    assert deliver(deliverer).complete and len(tracker.artifacts) == 5
+
+
 NOTE = "mlflow.note.content"
 
 

@@ -3,9 +3,9 @@
 It is a state machine, and docs/structure.md draws it. Its states are the members of `Activity`.
 `Deliverer._next` decides between them, by what there is to do, and nothing else does.
 
-OPEN, SEND and UPLOAD make requests. After an error each has a wait of its own (`RetryPolicy`, 1 to
-30 s) and is then tried again. If the MLflow run was deleted, or another machine has continued it,
-the deliverer does nothing more.
+OPEN, SEND and each kind of upload make requests. After an error each has a wait of its own
+(`RetryPolicy`, 1 to 30 s) and is then tried again. If the MLflow run was deleted, or another
+machine has continued it, the deliverer does nothing more.
 
 A crash before delivery.json is written replays the same items, which changes nothing in MLflow. A
 journal is synced before its events are sent, and delivery.json has a checksum of what was read. If
@@ -21,12 +21,14 @@ import enum
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankzero.catalog import command_lines
 from rankzero.events import (
+    CheckpointDeleted,
+    CheckpointSaved,
     DataDescribed,
     Event,
     ParamsLogged,
@@ -48,7 +50,7 @@ from rankzero.mlflow_store.uris import ExperimentGone, RunContinued, RunGone, sq
 from rankzero.permanent_errors import lacks_rights, refusal
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import delivery_state, disk, run_locks
-from rankzero.run_store.delivery_state import Problems, Task
+from rankzero.run_store.delivery_state import Problems, Task, Upload
 from rankzero.run_store.folder import EVENTS, FolderGone, RunFolder
 from rankzero.run_store.journal import READ_BYTES, take
 from rankzero.tracking import description, open_run
@@ -133,6 +135,7 @@ class Deliverer:
         Raises nothing that MLflow or the data cause. Raises OSError for the run's own disk.
         """
         activity, target = self._next(), self._target
+        kind = self._kind(activity)
         match activity:
             case Activity.IDLE:
                 return False
@@ -154,7 +157,7 @@ class Deliverer:
         # A hostile value, a full disk, a broken server: none of them may end the delivery.
         except Exception as error:
             return self._handle(error, activity, target)
-        self._succeeded(activity, done)
+        self._succeeded(kind, done)
         # Not above: an error of the run's own disk is no outage of MLflow.
         if done and not self._items:
             self.commit()
@@ -203,17 +206,28 @@ class Deliverer:
         return self._if_due(Activity.UPLOAD) if queue.waiting else Activity.IDLE
 
     def _if_due(self, activity: Activity) -> Activity:
-        return activity if self._retry.is_due(activity) else Activity.IDLE
+        return activity if self._retry.is_due(self._kind(activity)) else Activity.IDLE
+
+    def _kind(self, activity: Activity) -> Hashable:
+        """Return what has a wait of its own: the activity, or the kind of the next upload."""
+        return _kind_of(self._next_upload) if activity is Activity.UPLOAD else activity
+
+    @property
+    def _next_upload(self) -> Upload:
+        """The first one of the kind that is due first. The update of the page is the last."""
+        queue = self.state.queue
+        uploads = queue.awaited or queue.waiting
+        return min(uploads, key=lambda one: self._retry.of(_kind_of(one)).due)
 
     def _unread(self) -> int:
         return delivery_state.unread_bytes(self._folder, self.state.cursor.offsets)
 
-    def _succeeded(self, activity: Activity, done: bool = True) -> None:
-        self._change(retries=self._retry.succeeded(activity, self.state.retries, reached=done))
+    def _succeeded(self, kind: Hashable, done: bool = True) -> None:
+        self._change(retries=self._retry.succeeded(kind, self.state.retries, reached=done))
 
     def _handle(self, error: Exception, activity: Activity, target: Target | None) -> bool:
         """Set the item aside if it is to blame, else back off. Return whether anything was done."""
-        self._look_at = 0.0
+        self._look_at, kind = 0.0, self._kind(activity)
         try:
             if isinstance(error, RunGone):
                 raise error
@@ -223,7 +237,7 @@ class Deliverer:
                 target.store.require_run(target.run.run_id)
                 log.warning("set aside: %s", text_without_secrets(reason))
                 self._set_aside(activity, reason)
-                self._succeeded(activity)
+                self._succeeded(kind)
                 return True
         except RunGone as gone:
             self._abandon(gone)
@@ -233,15 +247,15 @@ class Deliverer:
         # The store's address, and with it a password, may be part of the message.
         text = line_without_secrets(f"{type(error).__name__}: {error}")
         answered = isinstance(error, ExperimentGone) or lacks_rights(error)
-        retries = self._retry.failed(activity, self.state.retries, text, answered=answered)
+        retries = self._retry.failed(kind, self.state.retries, text, answered=answered)
         self._change(retries=retries)
-        log.warning("try %d failed: %s", self._retry.of(activity).failures, text)
+        log.warning("try %d failed: %s", self._retry.of(kind).failures, text)
         self.commit()
         return False
 
     def _fault_of_item(self, error: Exception, activity: Activity, target: Target) -> str | None:
         """Return why MLflow will never accept the first item or upload, or None if it may."""
-        reason, failures = refusal(error), self._retry.of(activity).failures
+        reason, failures = refusal(error), self._retry.of(self._kind(activity)).failures
         # An upload is never blamed by the answers to others, since its size alone may explain it.
         if activity is Activity.UPLOAD:
             if isinstance(error, MemoryError) and failures >= _MOST_WITHOUT_MEMORY:
@@ -406,7 +420,7 @@ class Deliverer:
         self._change_queue(ending=None, ended=ended, waiting=waiting)
 
     def _upload(self, target: Target) -> None:
-        item = self.state.queue.waiting[0]
+        item = self._next_upload
         if item is Task.PAGE or item is Task.PAGE_UPDATE:
             tags, self.state = description.page_tags(item, target, self._folder, self.state)
             self._items.extend(tags)
@@ -414,13 +428,17 @@ class Deliverer:
             for state in upload(item, target, self._folder, self.state):
                 self.state = state
         # Only now: a crash before this repeats the upload, which is harmless.
-        self._change_queue(waiting=self.state.queue.waiting[1:])
+        self._drop(item)
+
+    def _drop(self, upload: Upload) -> None:
+        waiting = self.state.queue.waiting
+        self._change_queue(waiting=tuple(one for one in waiting if one is not upload))
 
     def _set_aside(self, activity: Activity, reason: str) -> None:
         """Count the refused item or upload and continue. A batch is first divided."""
         if activity is Activity.UPLOAD:
-            file, *rest = self.state.queue.waiting
-            self._change_queue(waiting=tuple(rest))
+            file = self._next_upload
+            self._drop(file)
             name = file.value if isinstance(file, Task) else f"{type(file).__name__} {file.path}"
             self._reject(f"upload {name}", reason)
             if self.state.queue.ended:  # The page has been written without this.
@@ -463,3 +481,10 @@ class Deliverer:
 
     def _change(self, **changes: Any) -> None:
         self.state = dataclasses.replace(self.state, **changes)
+
+
+def _kind_of(upload: Upload) -> Hashable:
+    """Return what keeps its order: checkpoints do, for the tag of the best and for deletions."""
+    if isinstance(upload, CheckpointSaved | CheckpointDeleted):
+        return "checkpoints"
+    return upload if isinstance(upload, Task) else type(upload).__name__

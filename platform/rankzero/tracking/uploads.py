@@ -45,29 +45,35 @@ def upload(
 def _upload_artifacts(
     target: Target, folder: RunFolder, state: DeliveryState
 ) -> Iterator[DeliveryState]:
-    """Upload the files below `artifacts` and `failures` that are new or changed since."""
-    for base, top in ((folder.artifacts, folder.artifacts), (folder.failures, folder.path)):
-        for path in sorted(base.rglob("*")):
-            if not path.is_file() or is_hidden_artifact(path):
-                continue
-            # A hash would read every file again at each of a run's ends.
-            name, stat = str(path.relative_to(folder.path)), path.stat()
-            leads_out = symlinks.leads_out(path, base)
-            signature = "leads out" if leads_out else f"{stat.st_size}:{stat.st_mtime_ns}"
-            if state.queue.uploaded.get(name) == signature:
-                continue
-            parts = path.relative_to(top).parent.parts
-            try:
-                if leads_out:
-                    raise NeverAccepted("it leads out of the run's folder")
-                target.store.log_artifact(target.run.run_id, path, "/".join(parts) or None)
-            except Exception as error:
-                reason = refusal(error)
-                if reason is None:
-                    raise
-                state = _rejected(state, f"artifact {name}", reason)
-            state = _uploaded(state, {name: signature})
-            yield state
+    """Upload the files below `artifacts` and `failures` that are new or changed since.
+
+    Begins behind the one that failed last: a file that is never taken must not hold up the others.
+    """
+    tops = {folder.artifacts: folder.artifacts, folder.failures: folder.path}
+    files = {str(path.relative_to(folder.path)): base for base in tops for path in base.rglob("*")}
+    for name in sorted(files, key=lambda name: (name <= state.queue.failed_artifact, name)):
+        path, base = folder.path / name, files[name]
+        if not path.is_file() or is_hidden_artifact(path):
+            continue
+        # A hash would read every file again at each of a run's ends.
+        stat, leads_out = path.stat(), symlinks.leads_out(path, base)
+        signature = "leads out" if leads_out else f"{stat.st_size}:{stat.st_mtime_ns}"
+        if state.queue.uploaded.get(name) == signature:
+            continue
+        parts = path.relative_to(tops[base]).parent.parts
+        try:
+            if leads_out:
+                raise NeverAccepted("it leads out of the run's folder")
+            target.store.log_artifact(target.run.run_id, path, "/".join(parts) or None)
+        except Exception as error:
+            reason = refusal(error)
+            if reason is None:
+                queue = dataclasses.replace(state.queue, failed_artifact=name)
+                yield dataclasses.replace(state, queue=queue)
+                raise
+            state = _rejected(state, f"artifact {name}", reason)
+        state = _uploaded(state, {name: signature})
+        yield state
 
 
 def _upload_checkpoint(
