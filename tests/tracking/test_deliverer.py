@@ -321,6 +321,32 @@ def test_the_end_is_in_mlflow_if_the_courier_dies_in_the_first_upload(
     assert list(tracker.checkpoints) == [20] and tracker.artifacts
 
 
+def test_many_artifacts_hold_up_neither_curves_nor_the_end_and_a_kill_forgets_none(
+    folder: RunFolder, tracker: MemoryStore
+) -> None:
+    clock, late = [100.0], [steps(6, 9), ended()]
+
+    def slow(called: str, argument: object) -> None:
+        if called == "log_artifact":
+            clock[0] += READ_SECONDS
+            append(folder, *late)
+            late.clear()
+
+    folder.artifacts.mkdir()
+    for name in "abc":
+        (folder.artifacts / name).write_text(name)
+    append(folder, started(), steps(1, 5))
+    deliverer = Deliverer(folder, 0, lambda uri: tracker, clock=lambda: clock[0])  # type: ignore[arg-type, return-value]
+    tracker.fail = slow
+    for _ in range(30):
+        if tracker.status != "FINISHED":
+            deliverer.work()
+    assert len(tracker.curve("train/loss")) == 9 and list(tracker.artifacts) == ["a"]
+    assert list(state.load(state.path_of(folder, 0)).queue.uploaded) == ["artifacts/a"]
+    deliver(deliverer)
+    assert list(tracker.artifacts) == ["a", "b", "c"]
+
+
 def test_uploads_that_fail_hold_up_neither_curves_nor_the_end(
     folder: RunFolder, tracker: MemoryStore
 ) -> None:

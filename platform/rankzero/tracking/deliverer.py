@@ -425,8 +425,13 @@ class Deliverer:
             tags, self.state = description.page_tags(item, target, self._folder, self.state)
             self._items.extend(tags)
         else:
+            until = self._clock() + READ_SECONDS
             for state in upload(item, target, self._folder, self.state):
+                is_sent = state.queue.uploaded is not self.state.queue.uploaded
                 self.state = state
+                # Points and the end come first, also if there are many files.
+                if item is Task.ARTIFACTS and is_sent and self._clock() >= until:
+                    return
         # Only now: a crash before this repeats the upload, which is harmless.
         self._drop(item)
 
