@@ -840,6 +840,25 @@ def test_the_samples_of_a_replaced_second_machine_follow_those_of_the_first(
     assert list(tracker.curve(key)) == ([9, 10] if lost else list(range(9, 21)))
 
 
+def test_a_second_machine_that_comes_back_changes_no_sample_of_its_successor(
+    tmp_path: Path, tracker: MemoryStore
+) -> None:
+    key = CPU.replace("/", "/node_1/")
+    first, second = make_folder(tmp_path / "first"), make_folder(tmp_path / "second")
+    second.write_identity(first.identity)
+    tracker.open_run(first.identity, T0)
+    claim(first, 1)
+    sampled(first, key, 0, 9, node=1)
+    deliver(deliverer_to(tracker, first, node=1))
+    sampled(first, key, 10, 14, node=1)  # the network is lost
+    claim(second, 1)
+    sampled(second, key, 0, 9, node=1, time=T0 + 60)
+    deliver(deliverer_to(tracker, second, node=1))
+    deliver(deliverer_to(tracker, first, node=1))
+    seen = tracker.points[key]
+    assert seen.keys() == set(range(20)) and all(len(values) == 1 for values in seen.values())
+
+
 def test_another_node_waits_for_the_run_and_sends_its_samples_only(
     folder: RunFolder, tracker: MemoryStore
 ) -> None:

@@ -297,9 +297,10 @@ class Deliverer:
             is_replaced = node > 0 and not self._is_lost
             from_elsewhere = is_replaced or folder.identity.mlflow_run_id is not None
             self.state = open_run.adopt(self.state, run, node, bool(other) or from_elsewhere)
-        elif other or is_new:
-            others = bool(other) or open_run.has_others_samples(folder, node, self.state, run)
-            self.state = open_run.adopt(self.state, run, node, others)
+        # Nothing shows that a second machine has taken the place of a helper's.
+        elif other or is_new or node > 0:
+            sent = is_new and open_run.has_others_samples(folder, node, self.state, run)
+            self.state = open_run.adopt(self.state, run, node, bool(other) or sent)
         if other is not None:
             self.state = open_run.leave_to(other, self.state, run)
         open_run.refuse_older(folder, other, is_new)
