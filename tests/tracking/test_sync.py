@@ -24,6 +24,7 @@ from rankzero.run_store import delivery_state as state
 from rankzero.run_store import run_locks
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import delivery_status, sync
+from rankzero.tracking.deliverer import Deliverer
 from rankzero.training.checkpoints import best_model
 from support.memory_store import MemoryStore, delivered
 from support.runs import T0, append, ended, make_folder, started, stuck
@@ -195,7 +196,7 @@ def test_a_run_whose_end_is_still_to_be_written_is_not_called_complete(
 ) -> None:
     folder = make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
     append(folder, started())
-    monkeypatch.setattr(sync, "deliver", functools.partial(sync.deliver, patience=0.3))
+    monkeypatch.setattr(sync_command, "GRACE_SECONDS", 0.3)
     with recorder_of_a_dead_rank_0(folder):
         assert sync_command.run(argparse.Namespace(dir=tmp_path, run=folder.path.name)) == 1
     assert "must write the run's end first" in capsys.readouterr().out
@@ -316,3 +317,20 @@ def test_samples_of_all_machines_of_a_child_are_delivered(tmp_path: Path) -> Non
     append(child, SystemSampled(1.0, 1, {"system/x": 1.0}), node=1)
     assert not delivery_status.combined_status(parent).done
     assert sync.deliver(parent, patience=20.0).done and not state.late_nodes(child)
+
+
+def test_a_server_that_is_away_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sync_command, "GRACE_SECONDS", 0.5)
+    refuse = functools.partial(Deliverer, connect=lambda _: Path("/no/server").stat())  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(sync, "Deliverer", refuse)
+    parents = [make_folder(tmp_path) for _ in range(4)]
+    children = [make_folder(tmp_path, parent=parents[0].path.name) for _ in range(4)]
+    for child in children:
+        parents[0].add_child(child.path.name)
+    for folder in (*parents, *children):
+        append(folder, started(), ended())
+    began = time.monotonic()
+    assert sync_command.run(argparse.Namespace(dir=tmp_path, run=None)) == FAILED
+    assert time.monotonic() - began < 1.5 and capsys.readouterr().out.count("/no/server") == 4

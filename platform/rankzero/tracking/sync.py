@@ -17,12 +17,14 @@ from rankzero.tracking.delivery_status import Delivery, combined_status, status,
 def deliver(folder: RunFolder, *, patience: float = GRACE_SECONDS) -> Delivery:
     """Deliver the journals of all nodes, and then the run's children.
 
-    Gives up `patience` seconds after the last progress. A run whose writer died without an end
-    becomes FAILED. If a recorder still works, waits for it and delivers what it leaves. Returns how
-    all of it stands. Raises FolderGone, InvalidRunFolder and OSError; the last two for a child only
-    after the other children.
+    Gives up `patience` seconds after the last progress. If an error keeps all of a run from MLflow,
+    each later child gets one try. A run whose writer died without an end becomes FAILED. If a
+    recorder still works, waits for it and delivers what it leaves. Returns how all of it stands.
+    Raises FolderGone, InvalidRunFolder and OSError; the last two for a child only after the other
+    children.
     """
     symlinks.refuse(folder.path)
+    pending = status(folder).pending
     if lookup.last_end(folder) is not None:
         # The recorder's last sample comes after the end of the run, unless somebody resumes it.
         wait(folder, patience, lambda now: now.complete or lookup.last_end(folder) is None)
@@ -31,13 +33,16 @@ def deliver(folder: RunFolder, *, patience: float = GRACE_SECONDS) -> Delivery:
             wait(folder, patience, lambda delivery: delivery.complete)
             _deliver_node(folder, node, patience)
     broken = list[InvalidRunFolder | OSError]()
+    patience = _left(patience, folder, pending)
     for child in folder.children:  # after their parent, whose run id they need
         # An imported bundle lacks a child that was deleted alone.
         if not child.path.exists():
             continue
         try:
-            if not status(child).complete or delivery_state.late_nodes(child):
+            before = status(child)
+            if not before.complete or delivery_state.late_nodes(child):
                 deliver(child, patience=patience)
+                patience = _left(patience, child, before.pending)
         except FolderGone:
             continue
         except (InvalidRunFolder, OSError) as error:
@@ -45,6 +50,13 @@ def deliver(folder: RunFolder, *, patience: float = GRACE_SECONDS) -> Delivery:
     if broken:
         raise broken[0]
     return combined_status(folder)
+
+
+def _left(patience: float, folder: RunFolder, pending: int) -> float:
+    """Return the patience with the next run: none if an error kept all of this one from MLflow."""
+    retries = delivery_state.load(delivery_state.path_of(folder, 0)).retries
+    is_away = retries.error and not retries.gone and status(folder).pending == pending
+    return 0.0 if is_away else patience
 
 
 def _deliver_node(folder: RunFolder, node: int, patience: float) -> bool:
@@ -59,11 +71,13 @@ def _deliver_node(folder: RunFolder, node: int, patience: float) -> bool:
             finish_lines(folder, node)
         deliverer, moved = Deliverer(folder, node), time.monotonic()
         deliverer.hasten()
-        while not deliverer.complete and time.monotonic() - moved < patience:
+        while not deliverer.complete:
             if deliverer.work():
                 moved = time.monotonic()
-            else:
+            elif time.monotonic() - moved < patience:
                 time.sleep(0.1)
+            else:
+                break
         deliverer.commit()
         return True
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import math
 import subprocess
@@ -65,7 +64,7 @@ def test_a_run_that_trains_holds_up_no_other_delivery(
     append(over, started(), steps(1, 3), ended())
     run_locks.claim(trains, 0)
     append(trains, started(step=1), steps(1, 3))
-    monkeypatch.setattr(sync, "deliver", functools.partial(sync.deliver, patience=0.2))
+    monkeypatch.setattr(command, "GRACE_SECONDS", 0.2)
     with run_locks.lock(trains, 0):  # its courier
         assert command.run(argparse.Namespace(run=None, dir=tmp_path)) == 0
     printed = capsys.readouterr().out.splitlines()
@@ -111,7 +110,7 @@ def test_children_are_delivered_with_their_parent_and_wait_for_nothing(
     parent.add_child(child.path.name)
     append(parent, started(), ended())
     append(child, started(step=9), steps(10, 20), ended())  # the newest, so the first of a list
-    monkeypatch.setattr(sync, "deliver", functools.partial(sync.deliver, patience=0.5))
+    monkeypatch.setattr(command, "GRACE_SECONDS", 0.5)
     assert command.run(argparse.Namespace(run=None, dir=tmp_path)) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(f"{parent.path.name}: complete, ") and printed.count("\n") == 1
@@ -137,7 +136,7 @@ def test_samples_of_other_nodes_are_delivered_here_and_on_a_helper_machine(
     sample = encode(SystemSampled(T0, 1, {"system/node_1/cpu": 1.0})) + "\n"
     helper.system(1).write_text(sample)
     with monkeypatch.context() as patched:
-        patched.setattr(sync, "deliver", functools.partial(sync.deliver, patience=0.2))
+        patched.setattr(command, "GRACE_SECONDS", 0.2)
         assert command.run(one) == FAILED and "samples of node 1" in capsys.readouterr().out
     assert command.run(everything) == command.run(one) == 0
     assert ": complete" in capsys.readouterr().out and not delivery_state.late_nodes(helper)
@@ -182,9 +181,9 @@ def test_samples_of_a_deleted_run_do_not_fail_a_sync_of_all(
     later = encode(SystemSampled(T0 + 9, 2, {"system/node_1/cpu": 1.0})) + "\n"
     gone.system(1).write_text(sample + later)
     monkeypatch.setattr(best_model, "log_best", log_best)
-    assert command._deliver(parent, is_named=False) == 0 and logged == [kept]
+    assert command._deliver(parent, set(), is_named=False) == 0 and logged == [kept]
     assert "was deleted" in capsys.readouterr().out
-    assert command._deliver(parent, is_named=True) == FAILED
+    assert command._deliver(parent, set(), is_named=True) == FAILED
 
 
 LOGS, LOGS_NONE = "train: {mlflow: {log_model: true}}", "train: {mlflow: {log_model: false}}"

@@ -12,6 +12,7 @@ from rankzero.catalog import command_lines, lookup
 from rankzero.catalog.summary import Summary
 from rankzero.errors import FAILED, FINISHED
 from rankzero.mlflow_store import named_runs
+from rankzero.mlflow_store.patience import GRACE_SECONDS
 from rankzero.run_store import delivery_state, run_locks
 from rankzero.run_store.attempt import is_written
 from rankzero.run_store.folder import FolderGone, RunFolder
@@ -37,7 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"skipped: {text}")
     if not incomplete:
         print(f"nothing {'else ' if broken else ''}to deliver: everything is in MLflow")
-    codes = [_deliver(folder, is_named=bool(arguments.run)) for folder in incomplete]
+    away = set[str]()
+    codes = [_deliver(folder, away, is_named=bool(arguments.run)) for folder in incomplete]
     return max([FAILED if broken else FINISHED, *codes])
 
 
@@ -48,14 +50,17 @@ def _lacks(run: Summary) -> bool:
     return late or state.queue.page_update_waits
 
 
-def _deliver(folder: RunFolder, *, is_named: bool) -> int:
+def _deliver(folder: RunFolder, away: set[str], *, is_named: bool) -> int:
+    """Deliver a run and print how it stands. A server that is `away` gets one try."""
     name = folder.path.name
     # To wait for it could take days, and hold up the other runs.
     if run_locks.is_recording(folder) and is_written(folder):
         print(f"{name}: still trains, and another process delivers it")
         return FINISHED
     try:
-        result = sync.deliver(folder)
+        result = sync.deliver(
+            folder, patience=0.0 if folder.identity.tracking_uri in away else GRACE_SECONDS
+        )
     except (FolderGone, InvalidRunFolder, OSError) as error:
         print(f"{name}: {error}")
         return FAILED
@@ -72,6 +77,8 @@ def _deliver(folder: RunFolder, *, is_named: bool) -> int:
         why = result.error or "no answer" + "".join(f", samples of node {n}" for n in late_nodes)
         done = f"{result.delivered:,} values delivered, the rest failed"
         print(f"{name}: {done}: {why}; try again later: {again}")
+        # Without an error, it waits for its parent. One that is gone says nothing of others.
+        away |= {folder.identity.tracking_uri} if result.error and not gone else set()
         return FAILED
     # If only a helper's part is here, the end is on another machine's disk.
     is_open = lookup.last_end(folder) is None and not folder.is_elsewhere
