@@ -30,6 +30,7 @@ from rankzero.run_store.folder import FolderGone, RunFolder
 from rankzero.run_store.run_locks import claim
 from rankzero.tracking import delivery_status
 from rankzero.tracking.deliverer import READ_SECONDS, Deliverer
+from rankzero.tracking.retry import RetryPolicy
 from support.memory_store import (
     RUN_ID,
     MemoryStore,
@@ -566,6 +567,18 @@ def test_children_of_a_run_whose_experiment_was_renamed_are_below_it(
     assert found[child.path.name].experiment_id == record.experiment_id
     assert found[child.path.name].tags["mlflow.parentRunId"] == record.run_id
     assert found[child.path.name].marks[CPU] == 2
+
+
+def test_an_outage_is_counted_once_and_timed_while_it_lasts() -> None:
+    now, retries = [0.0], state.Retries()
+    for _ in range(2):  # the courier is started again
+        policy = RetryPolicy(30.0, lambda: now[0])
+        for _ in range(3):
+            retries = policy.failed("send", retries, "refused")
+            now[0] += 15.0
+    assert (retries.outages, retries.away_seconds) == (1, 60.0)
+    retries = policy.succeeded("send", retries, reached=True)
+    assert (retries.outages, retries.away_seconds, retries.error) == (1, 75.0, None)
 
 
 @pytest.mark.parametrize(

@@ -73,10 +73,13 @@ class RetryPolicy:
     ) -> Retries:
         """Back off, and return the counts with this failure. An answer of MLflow is no outage."""
         self.postpone(kind)
-        outages = retries.outages
-        if self._away_since is None and not answered:
-            outages, self._away_since = outages + 1, self._clock()
-        return Retries(retries.failures + 1, outages, retries.away_seconds, error)
+        outages, away, now = retries.outages, retries.away_seconds, self._clock()
+        if self._away_since is not None:
+            away, self._away_since = away + now - self._away_since, now
+        elif not answered:
+            # A courier that was started again may be in the same outage.
+            outages, self._away_since = outages + (retries.error is None), now
+        return Retries(retries.failures + 1, outages, away, error)
 
     def succeeded(self, kind: Hashable, retries: Retries, *, reached: bool) -> Retries:
         """Return the counts. `reached` resets the kind's backoff, and ends an outage."""
