@@ -80,16 +80,19 @@ def test_readers_see_the_claim_of_a_run(run: RunFolder) -> None:
 
 
 def test_a_writer_in_another_container_of_this_host_lives_while_its_recorder_does(
-    tmp_path: Path,
+    run: RunFolder,
 ) -> None:
     """As with `docker run --network host`, which gives the container the host's name."""
-    folder = make_folder(tmp_path)
+    folder = run
     claim = run_locks.claim(folder, 0)
     assert run_locks.writer_lives(folder)
     other = dataclasses.replace(claim, namespace="pid:[1]", pid_started="0")
     (folder.path / "recorder.json").write_text(json.dumps(dataclasses.asdict(other)))
     recorder = run_locks.announce_recorder(folder, 0, claim.token)
     assert recorder is not None and run_locks.writer_lives(folder)
+    folder.events.touch()
+    # A user who may not open the lock sees that the run is written.
+    assert as_nobody(lambda: run_locks.writer_lives(folder))
     with pytest.raises(UserError, match=f"process {claim.pid} is writing"):
         take_over(folder)  # of the same pid in this container
     os.close(recorder)

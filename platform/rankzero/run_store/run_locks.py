@@ -112,14 +112,17 @@ def is_known(folder: RunFolder) -> bool:
 
 
 def writer_lives(folder: RunFolder) -> bool:
-    """Return whether the journal's writer lives. On another machine, whether it wrote lately."""
+    """Return whether the journal's writer lives, or if that is hidden, whether it wrote lately."""
     found = latest(folder, 0)
     if found is None:
         return False
     if is_local(found):
-        # The pids of another container mean nothing here. Its locks do.
-        is_foreign = found.namespace not in ("", _namespace())
-        return has_live_recorder(folder) if is_foreign else is_alive(found)
+        if found.namespace in ("", _namespace()):
+            return is_alive(found)
+        # The pids of another container mean nothing here. Its lock does, if it can be opened.
+        live = _live_path(folder, 0, found.token)
+        if os.access(live, os.W_OK) or not live.exists():
+            return has_live_recorder(folder)
     return time.time() - last_heartbeat(folder) < ABANDONED_SECONDS
 
 
