@@ -141,7 +141,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
     The checked gain has an error of its own. So the second count compares with both intervals.
     """
     lines = []
-    for task in [*SUBJECTS, "all"]:
+    for task in [*dict.fromkeys(row["task"] for row in rows), "all"]:
         won = [row for row in rows if task in (row["task"], "all") and row["won"]]
         sure = [row for row in won if row["checked"] and None not in row["stated"]]
         if not sure:
