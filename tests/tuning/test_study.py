@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import optuna
 import pytest
 
 from rankzero.search_ranges import Integer, Uniform
 from rankzero.tuning.objective import MEMORY, QUALITY
 from rankzero.tuning.options import Sampler
-from rankzero.tuning.study import _distribution, _grid_points, open_study
+from rankzero.tuning.study import _distribution, _drawn, _grid_points, open_study
+from rankzero.tuning.trial import REPEAT, State, Trial, Trials
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random"])
@@ -29,11 +31,25 @@ def test_a_gaussian_process_learns_from_trials_that_have_no_value(tmp_path: Path
     # A user's own value may lie outside of its range.
     for own in (200, 8, 20, 30, 40, 50):
         study.tell(study.ask({"width": own}), "COMPLETE", 1 / own, {QUALITY: 0.0, MEMORY: 0.0}, {})
-    drawn = list[int]()
+    drawn = [study.ask()]  # still runs
     for state, gaps in [("PRUNED", {QUALITY: 1.0, MEMORY: 0.0}), ("FAIL", {}), ("FAIL", {})]:
         drawn.append(study.ask())
         study.tell(drawn[-1], state, None, gaps, {})
-    assert len({study.known[number].parameters["width"] for number in drawn}) == 3
+    assert len({study.known[number].parameters["width"] for number in drawn}) == 4
+
+
+def test_a_gaussian_process_sees_which_trials_still_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trial(number: int, state: State, value: float | None, **facts: int) -> Trial:
+        return Trial(number, state, {"width": 8 + number}, value, {}, facts)
+
+    seen = list[tuple[str, float | None]]()
+    monkeypatch.setattr(
+        optuna.Study, "add_trial", lambda _, one: seen.append((one.state.name, one.value))
+    )
+    done, running, copy = trial(0, "COMPLETE", 2.0), trial(1, "RUNNING", None), {REPEAT: 1}
+    known = Trials([done, running, trial(2, "FAIL", None, **copy), trial(3, "PRUNED", None)])
+    _drawn(optuna.samplers.RandomSampler(0), known, {"width": _distribution(Integer(8, 64))})
+    assert seen == [("COMPLETE", 2.0), ("RUNNING", None), ("COMPLETE", 2.0)]
 
 
 def test_a_grid_has_few_points_of_a_wide_range_of_integers() -> None:

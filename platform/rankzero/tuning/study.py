@@ -34,7 +34,7 @@ from rankzero.tuning.objective import MEMORY, QUALITY
 from rankzero.tuning.options import Pruner, Sampler
 from rankzero.tuning.store_locks import journal_of
 from rankzero.tuning.study_store import one_transaction, open_store
-from rankzero.tuning.trial import State, Trial, Trials
+from rankzero.tuning.trial import REPEAT, State, Trial, Trials
 
 # Trials are compared each twelfth of the reference's training time, from a quarter on. Before
 # that, a warm-up or a large batch's few first steps say little.
@@ -321,15 +321,17 @@ def _make_sampler(
 def _drawn(
     sampler: optuna.samplers.BaseSampler, trials: Trials, space: dict[str, BaseDistribution]
 ) -> dict[str, Any]:
-    """Return what the sampler draws if all trials without a value have the worst one."""
+    """Return what the sampler draws if all ended trials without a value have the worst one."""
     # Optuna's Gaussian process ignores such trials, and would draw one of them again and again.
     study = optuna.create_study(sampler=sampler)
     worst = max((one.value for one in trials if one.value is not None), default=0.0)
     for one in trials:
-        # The reference may lack parameters.
-        if not one.abandoned and space.keys() <= one.parameters.keys():
+        # A copy of a running trial has no result, and the reference may lack parameters.
+        is_left_out = one.abandoned or (REPEAT in one.facts and one.state == "FAIL")
+        if not is_left_out and space.keys() <= one.parameters.keys():
             known = optuna.trial.create_trial(
-                value=worst if one.value is None else one.value,
+                state=TrialState.COMPLETE if one.has_ended else TrialState.RUNNING,
+                value=worst if one.has_ended and one.value is None else one.value,
                 params={name: _within(space[name], one.parameters[name]) for name in space},
                 distributions=space,
                 constraints={QUALITY: 1.0, MEMORY: 0.0, **one.constraints},
