@@ -27,6 +27,10 @@ class RunStarted:
     step: int = 0
     total_steps: int | None = None
 
+    def abandons(self, step: int) -> bool:
+        """Return whether the attempt continues from before this step. An own loop has no step."""
+        return self.total_steps is not None and self.step < step
+
 
 @dataclasses.dataclass(frozen=True)
 class DataDescribed:

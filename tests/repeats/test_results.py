@@ -123,7 +123,8 @@ def test_a_run_counts_with_its_best_evaluation_and_its_test(tmp_path: Path) -> N
 def test_a_run_counts_without_the_evaluations_that_a_return_abandoned(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     append(folder, started(), evaluated(20, 0.5), evaluated(40, 0.95), started(2, step=20))
-    assert facts_of(folder).best == 0.5 and facts_of(folder).best_step == 20
+    assert facts_of(folder).best == read_summary(folder).best == 0.5
+    assert facts_of(folder).best_step == 20
     append(folder, evaluated(40, 0.7), evaluated(60, 0.8), ended(metrics={"best": 0.8}))
     assert facts_of(folder).best == read_summary(folder).best == 0.8
     assert results.read(Repetition((), 0), folder).metrics["val/loss"] == 1 - 0.8

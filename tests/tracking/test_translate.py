@@ -148,9 +148,17 @@ def test_the_best_goal_value_becomes_a_tag_once_a_chunk() -> None:
 def test_the_best_value_of_another_goal_is_forgotten() -> None:
     _, state = translate([started(), evaluated(1, 0.3)], DeliveryState())
     assert state.curves.best == 0.3
-    _, same = translate([started(2)], state)
+    _, same = translate([started(2, step=1)], state)
     _, other = translate([started(2, **{"goal.metric": "val/loss"})], state)
     assert (same.curves.best, other.curves.best) == (0.3, None)
+
+
+def test_the_best_value_of_abandoned_weights_is_forgotten() -> None:
+    _, state = translate([started(), evaluated(20, 0.5), evaluated(40, 0.95)], DeliveryState())
+    _, back = translate([started(2, step=20)], state)
+    found, after = translate([ended(metrics={"best": 0.5})], back)
+    assert (back.curves.best, after.curves.best) == (None, 0.5)
+    assert Tags({"rankzero.best": "0.5"}) in found
 
 
 def test_samples_go_on_where_another_machine_stopped() -> None:

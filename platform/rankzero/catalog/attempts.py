@@ -42,13 +42,18 @@ class Attempts:
     newest: RunStarted | None = None
     of_goal: RunStarted | None = None
     """The first attempt with the newest one's goal, and without another goal in between."""
-    best: float | None = None
-    """The best value of the newest goal in this journal."""
+    bests: list[tuple[int, float | None]] = dataclasses.field(default_factory=list)
+    """Of the newest goal: the step and the value of each best evaluation, the newest last."""
 
     @property
     def goal(self) -> tuple[str, str]:
         """The metric and the mode of the newest attempt's goal."""
         return self.params.get("goal.metric", ""), self.params.get("goal.mode", "min")
+
+    @property
+    def best(self) -> float | None:
+        """The best value of the newest goal in this journal."""
+        return self.bests[-1][1] if self.bests else None
 
 
 def read(events: Path) -> Attempts:
@@ -63,9 +68,10 @@ def read(events: Path) -> Attempts:
             case TagsSet():
                 found.tags |= tags_of_user(event.tags)
             case Evaluated(best=True):
-                found.best = number(event.metrics.get(found.goal[0]))
+                found.bests.append((event.step, number(event.metrics.get(found.goal[0]))))
             case RunEnded():
-                found.best = number(event.metrics.get("best", found.best))
+                step, known = found.bests[-1] if found.bests else (0, None)
+                found.bests.append((step, number(event.metrics.get("best", known))))
         found.last_time = time_of(event)
     return found
 
@@ -89,7 +95,8 @@ def _begin(found: Attempts, start: RunStarted) -> None:
     found.data = start.environment.get(_TRAINING_DATA, found.data)
     found.first, found.newest = found.first or start, start
     if found.of_goal is None or found.goal != before:
-        found.of_goal, found.best = start, None
+        found.of_goal, found.bests = start, []
+    found.bests = [one for one in found.bests if not start.abandons(one[0])]
 
 
 def time_of(event: Event) -> float:

@@ -120,7 +120,7 @@ def signature(folder: str) -> str:
     with contextlib.suppress(OSError):
         changed = max(changed, os.stat(f"{folder}/checkpoints").st_mtime_ns)  # noqa: PTH116
     # The version last: earlier ones had the first settings of a run, or another best value.
-    return f"{changed} {events.st_mtime_ns} {events.st_size} 4"
+    return f"{changed} {events.st_mtime_ns} {events.st_size} 5"
 
 
 def _lines(path: Path) -> list[str]:

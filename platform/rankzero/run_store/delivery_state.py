@@ -86,6 +86,8 @@ class Curves:
     """The goal metric."""
     best: float | None = None
     """The goal metric's best value."""
+    best_step: int = 0
+    """The step of its evaluation, if this disk has that."""
     skipped: int = 0
     """Points not sent because an earlier attempt sent their steps."""
     owners: Mapping[str, str] = dataclasses.field(default_factory=dict)

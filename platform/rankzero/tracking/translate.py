@@ -192,9 +192,9 @@ class _Draft:
         if event.time > self._curves.other_began:
             self._change(other_step=-1)
         goal, known = event.params.get("goal.metric"), self._curves
-        # Another goal's best value is none of this one's.
-        is_other = None not in (goal, known.goal) and goal != known.goal
-        self._change(goal=goal, best=None if is_other else known.best)
+        # Another goal's best value is none of this one's, nor is that of abandoned weights.
+        is_lost = event.abandons(known.best_step) or (known.goal and goal not in (None, known.goal))
+        self._change(goal=goal, best=None if is_lost else known.best)
         self._ending, self._ended = None, False
         self._upload_artifacts()
         self.remark_texts(event.params, tags_for_mlflow(event.environment))
@@ -228,6 +228,8 @@ class _Draft:
                     self._upload_artifacts()
                 case RunEnded():
                     self._ending = event
+                    best = event.metrics.get("best", self._curves.best)
+                    self._change(best=scalars.number(best))
                     self._waiting.append(Task.ARTIFACTS)
                 case StepsLogged():
                     return self.keep(_column_rows(event))
@@ -307,7 +309,8 @@ class _Draft:
                     del self._evaluated[old]
         goal = self._curves.goal
         if event.best and goal is not None:
-            self._change(best=scalars.number(event.metrics.get(goal)))
+            best = scalars.number(event.metrics.get(goal))
+            self._change(best=best, best_step=event.step)
         return self.keep(_rows(event.metrics, event.step, event.time))
 
     def _queue_upload(self, event: UploadEvent) -> None:
