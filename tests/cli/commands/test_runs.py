@@ -11,7 +11,7 @@ import pytest
 from rankzero.cli import main
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
-from rankzero.tracking.delivery_status import Delivery
+from rankzero.tracking.delivery_status import Delivery, status
 from support.runs import append, make_folder, settle, started, steps
 
 
@@ -42,8 +42,13 @@ def test_a_dead_run_whose_lock_cannot_be_opened_hides_no_other(
     assert f"{one.path.name}: {error}[Errno " in printed.err
 
 
-def test_a_store_that_fails_is_asked_for_one_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("answers", "times"), [(False, 1), (True, 3)])
+def test_a_store_is_asked_for_one_run_only_if_it_does_not_answer(
+    answers: bool,
+    times: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked, deliver = list[RunFolder](), sync.deliver
     for _ in range(3):
@@ -52,11 +57,13 @@ def test_a_store_that_fails_is_asked_for_one_run(
 
     def counted(folder: RunFolder, patience: float) -> Delivery:
         asked.append(folder)
+        if answers:
+            return status(folder)._replace(error="403 Forbidden")
         return deliver(folder, patience=patience / 50)
 
     monkeypatch.setattr(sync, "deliver", counted)
     assert main.main(["runs", "--dir", str(tmp_path)]) == 0
-    assert capsys.readouterr().err.count(": not in MLflow yet (") == 3 and len(asked) == 1
+    assert capsys.readouterr().err.count(": not in MLflow yet (") == 3 and len(asked) == times
 
 
 def test_a_negative_number_of_runs_is_refused(

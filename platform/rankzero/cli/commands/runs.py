@@ -100,14 +100,15 @@ def _closed(runs: Path) -> list[Summary]:
 
 
 def _deliver(folders: Sequence[RunFolder]) -> None:
-    """Deliver runs, and print which ones MLflow lacks. A store that fails is asked for one run."""
+    """Deliver runs, and print which ones MLflow lacks. Ask a store that is away for one."""
     # A list seldom needs it, and it imports many modules.
     from rankzero.tracking import sync
 
     failing = dict[str, str]()
     for folder in folders:
-        uri = folder.identity.tracking_uri
+        uri, state = folder.identity.tracking_uri, delivery_state.path_of(folder, 0)
         if (why := failing.get(uri)) is None:
+            outages = delivery_state.load(state).retries.outages
             try:
                 result = sync.deliver(folder, patience=_PATIENCE_SECONDS)
             except (FolderGone, InvalidRunFolder, OSError) as error:
@@ -116,9 +117,8 @@ def _deliver(folders: Sequence[RunFolder]) -> None:
             if not result.pending:
                 continue
             why = result.error or "no answer"
-            is_gone = delivery_state.load(delivery_state.path_of(folder, 0)).retries.gone
-            # Without an error, it waits for its parent. One that is gone says nothing of others.
-            failing |= {uri: why} if result.error and not is_gone else {}
+            if delivery_state.load(state).retries.outages > outages:
+                failing[uri] = why
         again = command_lines.line(folder.root, "sync")
         print(f"{folder.path.name}: not in MLflow yet ({why}): {again}", file=sys.stderr)
 
