@@ -160,6 +160,10 @@ def test_the_commands_that_repeat_a_run() -> None:
         "rankzero train x.py lr=1 'name=a b' --name mine-again",
         "rankzero resume mine-again train.epochs=8",
     ]
+    failed = dataclasses.replace(again, total_steps=None)  # type: ignore[type-var]
+    assert commands(begun(train), ended("KILLED"), failed, ended("FAILED")) == commands(
+        begun(train)
+    ), "a resume that ended in set-up"
     changed = dataclasses.replace(again, step=52)  # type: ignore[type-var]
     assert commands(begun(train), ended("KILLED"), changed) == [
         "rankzero train x.py lr=1 'name=a b' --name mine-again",

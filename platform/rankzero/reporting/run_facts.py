@@ -25,7 +25,7 @@ from rankzero.events import (
 from rankzero.experiment import Goal
 from rankzero.mlflow_store.items import DESCRIPTION
 from rankzero.run_store.folder import RunFolder
-from rankzero.run_store.provenance import tags_of_user
+from rankzero.run_store.provenance import OWN_LOOP, tags_of_user
 from rankzero.scalars import number, numbers
 
 _COMMAND = "rankzero.command"
@@ -232,10 +232,17 @@ def _start(facts: Facts, event: RunStarted) -> None:
     # A return to an older checkpoint abandons what was better later. Own loops have no step here.
     facts.bests = [one for one in facts.bests if is_same and one[0] <= (event.step or one[0])]
     facts.goal = goal
-    command = event.environment.get(_COMMAND)
-    # A notebook does not know its own name.
-    if command and "kernel_launcher" not in command:
+    if _repeats(command := event.environment.get(_COMMAND, ""), event):
         facts.every_command.append((command, at_limit, interrupted))
+
+
+def _repeats(command: str, event: RunStarted) -> bool:
+    """Return whether the command belongs to those that repeat the run."""
+    # Settings of a resume that ended in set-up are not kept. An own loop's words are its own.
+    if event.total_steps is None and " resume " in command and OWN_LOOP not in event.environment:
+        return False
+    # A notebook does not know its own name.
+    return bool(command) and "kernel_launcher" not in command
 
 
 def _addition(facts: Facts, event: ParamsLogged | TagsSet) -> None:
