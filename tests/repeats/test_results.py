@@ -128,6 +128,8 @@ def test_a_run_counts_without_the_evaluations_that_a_return_abandoned(tmp_path: 
     append(folder, evaluated(40, 0.7), evaluated(60, 0.8), ended(metrics={"best": 0.8}))
     assert facts_of(folder).best == read_summary(folder).best == 0.8
     assert results.read(Repetition((), 0), folder).metrics["val/loss"] == 1 - 0.8
+    append(folder, started(3))
+    assert facts_of(folder).best is read_summary(folder).best is None
 
 
 def test_tables_are_whole_in_a_pipe_and_fit_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -229,8 +229,8 @@ def _start(facts: Facts, event: RunStarted) -> None:
     facts.note = facts.note or event.environment.get(DESCRIPTION, "")
     goal, facts.end = goal_of(event.params) or facts.goal, None
     is_same = (goal.metric, goal.mode) == (facts.goal.metric, facts.goal.mode)
-    # A return to an older checkpoint abandons what was better later. Own loops have no step here.
-    facts.bests = [one for one in facts.bests if is_same and one[0] <= (event.step or one[0])]
+    # A return to an older checkpoint, or to the beginning, abandons what was better later.
+    facts.bests = [one for one in facts.bests if is_same and not event.abandons(one[0])]
     facts.goal = goal
     if _repeats(command := event.environment.get(_COMMAND, ""), event):
         facts.every_command.append((command, at_limit, interrupted))
