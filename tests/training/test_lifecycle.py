@@ -31,10 +31,15 @@ def test_the_settings_are_kept_once_the_set_up_is_over(tmp_path: Path, fails: bo
     assert config.read_file(folder.config)["train.steps"] == (4 if fails else 8)
 
 
-def test_a_failure_with_half_the_micro_batch_names_what_came_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_later", [False, True])
+def test_a_set_up_that_fails_with_half_the_micro_batch_names_it(
+    tmp_path: Path, is_later: bool
+) -> None:
     folder = make_folder(tmp_path)
     log, tags = RunLog(folder, Journal(folder.events), 2, None), {OUT_OF_MEMORY: "8 -> 4"}
-    with pytest.raises(KeyError), tracked(log, tiny(), tags, ALONE, RunTotals()):
+    with pytest.raises(KeyError), tracked(log, tiny(), tags, ALONE, RunTotals()) as run:
+        if is_later:
+            run.start(0, 8)
         raise KeyError("odd")
     ended = last_end(folder)
-    assert ended and ended.reason.endswith(" (after out of memory: 8 -> 4)")
+    assert ended and ended.reason.endswith(" (after out of memory: 8 -> 4)") is not is_later

@@ -42,7 +42,7 @@ class RunLifecycle:
     ) -> None:
         self.outcome = AttemptOutcome("FAILED", "ended without a reason")
         self._log, self._experiment, self._params, self._tags = log, experiment, params, tags
-        self._is_started = False
+        self.is_started = False
 
     def start(
         self,
@@ -55,9 +55,9 @@ class RunLifecycle:
 
         Rank 0 writes the settings before it: those of an attempt that ends in set-up are not kept.
         """
-        if self._is_started:
+        if self.is_started:
             return
-        self._is_started = True
+        self.is_started = True
         if self._log.attempt and total_steps is not None:
             try:
                 write_config(self._log.folder, self._experiment)
@@ -101,7 +101,7 @@ def tracked(
         error = failure.error
         status: Status = "KILLED" if isinstance(raised, KeyboardInterrupt) else "FAILED"
         # Lists of batches() may not divide among the smaller micro-batches.
-        halved = environment.get(OUT_OF_MEMORY)
+        halved = "" if lifecycle.is_started else environment.get(OUT_OF_MEMORY)
         after = f" (after out of memory: {halved})" if halved else ""
         lifecycle.outcome = AttemptOutcome(status, failure.reason + after)
         if failure.rank != world.ranks.rank:
