@@ -56,7 +56,7 @@ class Divergence:
         if self._scaler is not None and (scale := self._scaler.get_scale()) < _LEAST_SCALE:
             raise NotFinite(
                 f"the loss scale of fp16 is {scale:.2g} at step {self._state.step}, because the "
-                "gradients are not finite: lower lr, set train.clip, or use bf16"
+                "gradients of many steps were not finite: lower lr, set train.clip, or use bf16"
             )
 
 
