@@ -63,7 +63,8 @@ def test_many_unlike_blocks_are_all_compiled(monkeypatch: pytest.MonkeyPatch) ->
     sharded = "rankzero.training.strategies.sharded"
     monkeypatch.setattr(f"{sharded}.fully_shard", lambda *_, **__: None)
     monkeypatch.setattr(f"{sharded}.init_device_mesh", lambda *_: None)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    for limit in ("recompile_limit", "accumulated_recompile_limit"):
+        monkeypatch.setattr(torch._dynamo.config, limit, 8)
 
     def keep(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
         graphs.append(graph)

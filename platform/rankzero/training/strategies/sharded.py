@@ -159,9 +159,10 @@ def fsdp(experiment: Experiment, model: nn.Module, world: World) -> Sharded:
     if experiment.train.compile:
         # Each unit by itself, because parameters are gathered and freed between units. Only its
         # `forward`: `part.compile()` includes FSDP's hooks, and dynamo then compiles nothing.
-        # Dynamo counts the graphs of all parts with the same code together, and stops at a limit.
+        # Dynamo counts the graphs of all parts with the same code together, up to two limits.
         limits = torch._dynamo.config
-        limits.recompile_limit = max(limits.recompile_limit, 4 * len(parts))
+        for limit in ("recompile_limit", "accumulated_recompile_limit"):
+            setattr(limits, limit, max(getattr(limits, limit), 4 * len(parts)))
         for part in parts or [model]:
             # Two sizes of batches take turns. Code for any size would change the bits.
             is_dynamic = None if experiment.train.drop_last else False
