@@ -34,6 +34,12 @@ def test_slow_trials_leave_half_of_the_time_for_faster_ones(tmp_path: Path) -> N
         Budget(study, SPACE, options, lambda: 0.0, spent, 16).leaves_time() for spent in (880, 900)
     ]
     assert allowed == [True, False]
+    # More of them cost nothing then, however little time there is.
+    late = [Budget(study, SPACE, options, lambda: 0.0, 2000.0, at_once) for at_once in (1, 16)]
+    reference, other = study.known
+    three = [reference, other] * 3
+    assert [one.allows_runs(three, least=three[:2]) for one in late] == [False, True]
+    assert not late[1].allows_runs(three)
 
 
 def test_challengers_for_which_there_is_no_time_are_not_confirmed(tmp_path: Path) -> None:

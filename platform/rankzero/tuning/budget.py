@@ -88,13 +88,17 @@ class Budget:
         later = trials.taken.intersection(range(number, len(trials)))
         return len(trials.taken) - len(later) >= self._most_trials
 
-    def allows_runs(self, trials: Sequence[Trial], over: float = 0.0) -> bool:
+    def allows_runs(
+        self, trials: Sequence[Trial], over: float = 0.0, least: Sequence[Trial] = ()
+    ) -> bool:
         """Return whether there is time to train each of these on a new seed.
 
         `over`: the share of the search's time by which the cautious estimate may exceed it.
+        `least`: these are trained in any case, so what ends no later costs no time.
         """
-        seconds = self._together(self._each_seconds(trials))
-        return self.seconds + seconds < (1 + over) * self._most_seconds
+        free = (1 + over) * self._most_seconds - self.seconds
+        found, needed = (self._together(self._each_seconds(one)) for one in (trials, least))
+        return found < free or 0 < found <= needed
 
     def outlook(self) -> str:
         """Return what is left to do and what it can show, once the reference is trained."""

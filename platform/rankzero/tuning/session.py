@@ -398,10 +398,15 @@ class Session:
         """
         first_seed, known = self._space.reference.train.seed, self._confirmations()
         begun = {run["trial"] for run in known}
+
+        def missing(some: list[Trial]) -> list[Trial]:
+            rounds = range(self._options.seeds)
+            runs = confirm.missing_runs([reference, *some], first_seed, rounds, known)
+            return [trial for trial, _ in runs]
+
+        least = missing(challengers[:1])
         while len(challengers) > 1 and challengers[-1].number not in begun:
-            wanted, rounds = [reference, *challengers], range(self._options.seeds)
-            missing = confirm.missing_runs(wanted, first_seed, rounds, known)
-            if self._budget.allows_runs([trial for trial, _ in missing], over=0.1):
+            if self._budget.allows_runs(missing(challengers), over=0.1, least=least):
                 break
             challengers = challengers[:-1]
         return challengers
