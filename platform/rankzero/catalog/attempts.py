@@ -43,7 +43,7 @@ class Attempts:
     of_goal: RunStarted | None = None
     """The first attempt with the newest one's goal, and without another goal in between."""
     bests: list[tuple[int, float | None]] = dataclasses.field(default_factory=list)
-    """Of the newest goal: the step and the value of each best evaluation, the newest last."""
+    """The step and the value of each best evaluation of the newest goal, the newest last."""
 
     @property
     def goal(self) -> tuple[str, str]:
