@@ -169,8 +169,9 @@ def test_a_search_of_the_settings_of_speed_alone(search: Searcher) -> None:
     class Fixed(Mine):
         search = {"train.batch_size": Choice(32), "lr": Choice(0.03)}
 
-    found, study, launcher, _ = search(None, Fixed(), speed={"train.workers": 2})
+    found, study, launcher, lines = search(None, Fixed(), speed={"train.workers": 2})
     assert len(study.trials()) == 2 and found.beaten
+    assert not any("the sampler draws" in line for line in lines)
     assert [one.train.workers for one in launcher.started[:2]] == [None, 2]
 
 

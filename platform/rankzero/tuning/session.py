@@ -101,7 +101,7 @@ class Session:
                 if not self._allows_a_trial():
                     break
                 self._study.note(_TRIALS_ENDED, "")
-            if self._repeats >= _MOST_REPEATS:
+            if self._repeats >= _MOST_REPEATS and self._space.is_drawn:
                 self._notify("no further trial: the sampler draws only known configurations")
             if (problem := self._budget.too_short()) is not None:
                 raise RunFailed(problem)
