@@ -468,10 +468,10 @@ def _parts(examples: Any) -> Iterator[Any]:
 
 
 def _is_unseeded(examples: Any) -> bool:
-    # Without a seed, NumPy takes 128 bits from the system.
+    # Without a seed, NumPy takes 128 bits from the system. NumPy 1 also does so for each copy.
     generator = getattr(getattr(examples, "generator", None), "bit_generator", None)
     entropy = getattr(getattr(generator, "seed_seq", None), "entropy", None)
-    return isinstance(entropy, int) and entropy >= 2**64
+    return np.__version__ >= "2" and isinstance(entropy, int) and entropy >= 2**64
 
 
 def _has_state(stream: Any) -> bool:
