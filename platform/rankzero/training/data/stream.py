@@ -46,8 +46,8 @@ from rankzero.training.distributed.world import World
 
 _NO_SEED = (
     "the {name} set is a {kind} that shuffles without a seed: each process would read another "
-    "order, and train on some samples twice and on others never; pass seed=self.train.seed to "
-    "shuffle()"
+    "order, and train on some samples twice and on others never; pass {seed} where it shuffles or "
+    "interleaves"
 )
 _OTHER_ORDERS = (
     "processes read other first samples of the training set, which is a stream: if its order "
@@ -119,7 +119,8 @@ def check(name: str, dataset: Any, *, is_distributed: bool) -> None:
             "object of which __iter__ begins again at each call"
         )
     if _is_hugging_face(dataset) and any(map(_is_unseeded, _parts(dataset._ex_iterable))):
-        raise UserError(_NO_SEED.format(name=name, kind="Hugging Face stream"))
+        seed = "seed=self.train.seed"
+        raise UserError(_NO_SEED.format(name=name, kind="Hugging Face stream", seed=seed))
     if getattr(dataset, "divided", False):
         return
     if _is_of(dataset, "webdataset"):
@@ -132,7 +133,9 @@ def _check_stages(name: str, stages: Sequence[Any], is_distributed: bool) -> Non
         given = getattr(stage, "kw", {})
         is_shuffle = getattr(getattr(stage, "f", None), "__name__", "") == "_shuffle"
         if is_shuffle and given.get("seed") is None and given.get("rng") is None:
-            raise UserError(_NO_SEED.format(name=name, kind="WebDataset"))
+            # With seed=, each epoch would have the order of the first.
+            seed = "rng=random.Random(self.train.seed)"
+            raise UserError(_NO_SEED.format(name=name, kind="WebDataset", seed=seed))
         splitter = getattr(stage, "__name__", "")
         if is_distributed and splitter in ("split_by_node", "single_node_only"):
             raise UserError(
