@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import shlex
@@ -244,6 +245,16 @@ def test_a_checkpoint_is_uploaded_and_downloaded(
     found = tracker._client.get_logged_model(best).metrics
     assert {metric.key: metric.value for metric in found} == event.metrics
     assert len(tracker.history(run.run_id, "val/accuracy")) == 1
+
+
+def test_a_nan_of_the_best_checkpoint_gives_the_run_no_zero(
+    tracker: MlflowRuns, run: RunRecord, folder: RunFolder
+) -> None:
+    event = dataclasses.replace(saved(folder, 50), metrics={"auroc": math.nan, "loss": 0.0})
+    tracker.models.save_checkpoint(run, event, folder.path / event.path, link(event))
+    best = tracker.models.log_model(run, folder.path / event.path, "best_model", event.step, {})
+    assert [one.key for one in tracker._client.get_logged_model(best).metrics] == ["loss"]
+    assert [str(one.value) for one in tracker.history(run.run_id, "auroc")] == ["nan"]
 
 
 def test_saving_again_uploads_nothing_and_links_once(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
-from mlflow.entities import LoggedModel, LoggedModelOutput
+from mlflow.entities import LoggedModel, LoggedModelOutput, Metric
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
@@ -248,10 +248,17 @@ class MlflowModels:
             known = (
                 MetricPoint(one.key, one.value, one.timestamp, one.step, model.model_id)
                 for one in checkpoint.metrics or ()
+                if one.run_id == run.run_id and (one.value or self._is_zero(one))
             )
             log_points(self._client, run.run_id, [*known])
         self._client.finalize_logged_model(model.model_id, "READY")
         return model
+
+    def _is_zero(self, metric: Metric) -> bool:
+        # MLflow keeps a NaN of a model as 0, and that of its run as NaN.
+        found = self._client.get_metric_history(str(metric.run_id), metric.key)
+        place = (0.0, metric.timestamp, metric.step)
+        return any((one.value, one.timestamp, one.step) == place for one in found)
 
     def _create(self, run: RunRecord, **fields: Any) -> LoggedModel:
         # Sent again after a lost answer, it would make a second model. The next call looks first.
