@@ -94,7 +94,7 @@ def _trained(
     """Return the runs, and in the place of a single repeat its own: it only counts them."""
     if len(sides) > 1 or "repeat.seeds" not in sides[0].facts.params:
         return folders, sides
-    children = [child for child in folders[0].children if child.events.exists()]
+    children = [child for child in folders[0].children if child.events.exists()] or [*folders]
     # A chart's legend has no room for the repeat's name on each line.
     name, found = f"{sides[0].name}-", comparison.sides_of(children)
     return children, [dataclasses.replace(one, name=one.name.removeprefix(name)) for one in found]
