@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -338,6 +339,16 @@ def test_the_best_model_has_again_what_model_drew_and_no_state_dict_holds(
     found = best_model.load_best(made)
     assert torch.equal(found.order, trained.model.order)
     assert torch.equal(before, rng.state(torch.device("cpu"))), "the caller's generators"
+
+
+def test_data_that_are_read_late_may_be_away_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Away(list[int]):
+        def __getitem__(self, index: object) -> NoReturn:
+            raise RuntimeError("no such file")
+
+    monkeypatch.setattr(best_model.sets, "load", lambda _: ([], {"val": Away([1, 2, 3])}))
+    with pytest.raises(best_model._NotNow, match=r"such file.* \(train\.mlflow\.log_model=false"):
+        best_model._example_inputs(tiny(), torch.nn.Linear(1, 1), 1)
 
 
 def test_the_example_inputs_of_a_measure_with_progress_and_helpers_are_found() -> None:

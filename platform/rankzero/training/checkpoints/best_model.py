@@ -249,7 +249,9 @@ def _put_off(kind: type[Exception]) -> Iterator[None]:
         raise
     except kind as error:
         name = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-        raise _NotNow(f"{name}{error}") from error
+        # Data may be gone for good.
+        never = "train.mlflow.log_model=false in config.yaml: none is logged"
+        raise _NotNow(f"{name}{error} ({never})") from error
 
 
 def _log(folder: RunFolder, saved: Path, note: Mapping[str, Any], tags: Mapping[str, str]) -> None:
@@ -335,18 +337,19 @@ def _example_inputs(experiment: Experiment, model: nn.Module, step: int) -> tupl
 
     Raises ValueError if these are not tensors, passed by position.
     """
-    with _put_off(OSError):  # this machine may lack the data
+    cpu = torch.device("cpu")
+    with _put_off(Exception):  # this machine may lack the data
         train_set, val_sets = sets.load(experiment)
-    first = next(iter(val_sets.values()), train_set)
-    loader = make_loader(first, torch.device("cpu"), seed=0, workers=0, collate=experiment.collate)
+        first = next(iter(val_sets.values()), train_set)
+        loader = make_loader(first, cpu, seed=0, workers=0, collate=experiment.collate)
+        # Two samples, because torch.export takes a size of 1 for a constant.
+        batch, _ = next(iter(loader.eval_batches(2, 0, 1)))
     seen: list[tuple[Any, Any]] = []
     handle = _served(model).register_forward_pre_hook(
         lambda _module, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
     )
     with handle, torch.no_grad():
-        # Two samples, because torch.export takes a size of 1 for a constant.
-        batch, _ = next(iter(loader.eval_batches(2, 0, 1)))
-        helpers = frozen.helpers(experiment, torch.device("cpu"))
+        helpers = frozen.helpers(experiment, cpu)
         at = Progress(step, step, 0, training=False, helpers=helpers)
         measure_at(experiment.measure, at)(model, batch)
     if not seen:
