@@ -405,6 +405,14 @@ def test_a_state_that_no_checkpoint_takes_is_refused_at_once() -> None:
         list(batches(loader_of(Odd()), 0, 1, 1))
 
 
+def test_a_state_dict_in_c_without_a_signature_is_one() -> None:
+    class Compiled(Saved):
+        state_dict = property(lambda _: {}.update)  # type: ignore[assignment]
+
+    state = loader_after(Saved(), 0, 5).state()
+    assert loader_of(Compiled()).resume([state], 0, same_layout=True) == ""
+
+
 def test_a_stream_without_a_length_needs_steps() -> None:
     with pytest.raises(UserError, match=r"without a length.*set train\.steps"):
         make_stream_order(Train(batch_size=4), 0, 1)

@@ -479,8 +479,9 @@ def _is_unseeded(examples: Any) -> bool:
 
 def _has_state(stream: Any) -> bool:
     # Those of MosaicML and LitData take what only their own loaders know.
-    with contextlib.suppress(AttributeError, TypeError, ValueError):
-        inspect.signature(stream.state_dict).bind()
+    with contextlib.suppress(AttributeError, TypeError):
+        with contextlib.suppress(ValueError):  # a function in C may have no signature
+            inspect.signature(stream.state_dict).bind()
         return hasattr(stream, "load_state_dict")
     return False
 
