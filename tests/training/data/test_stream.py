@@ -302,9 +302,11 @@ def test_the_shuffle_buffer_of_a_hugging_face_stream_is_not_saved(
     check("training", shuffled, is_distributed=True)
     BufferShuffledExamplesIterable.generator = np.random.default_rng()
     with pytest.raises(UserError, match=r"a Hugging Face stream that .*pass seed=.* interleaves"):
-        check("training", shuffled, is_distributed=False)
-    monkeypatch.setattr(np, "__version__", "1.26.4")  # whose copies of a generator have no seed
+        check("training", shuffled, is_distributed=True)
     check("training", shuffled, is_distributed=False)
+    assert loader.resume([state], 0, same_layout=True).endswith("shuffles without a seed")
+    monkeypatch.setattr(np, "__version__", "1.26.4")  # whose copies of a generator have no seed
+    check("training", shuffled, is_distributed=True)
 
 
 @pytest.mark.parametrize(("ranks", "workers"), LAYOUTS)
@@ -330,7 +332,7 @@ def test_a_stream_that_is_too_short_or_cannot_be_read_twice_is_refused() -> None
 @pytest.mark.parametrize("once", [iter([1]), (x for x in [1]), map(int, [1])])
 def test_an_iterator_that_nothing_can_begin_again_is_refused(once: Any) -> None:
     with pytest.raises(UserError, match=r"the validation set is a .*, which can be read only once"):
-        sets.check_same(ALONE, "data()", {"training": [1], "validation": once})
+        sets.check_same(ALONE, "data()", {"training": [1], "validation": once}, None)
 
     class Again:
         def __iter__(self) -> Any:
@@ -340,7 +342,7 @@ def test_an_iterator_that_nothing_can_begin_again_is_refused(once: Any) -> None:
         def __next__(self) -> int:
             raise StopIteration
 
-    sets.check_same(ALONE, "data()", {"training": [1], "validation": Again()})
+    sets.check_same(ALONE, "data()", {"training": [1], "validation": Again()}, None)
 
 
 def test_tars_that_divide_themselves_or_shuffle_without_a_seed_are_refused() -> None:
@@ -371,6 +373,7 @@ def test_tars_that_divide_themselves_or_shuffle_without_a_seed_are_refused() -> 
     tars.pipeline = [SimpleNamespace(f=_shuffle, kw={})]
     with pytest.raises(UserError, match=r"a WebDataset that shuffles without a seed.*pass rng="):
         check("training", tars, is_distributed=False)
+    sets.check_same(ALONE, "data()", {"training": tars}, workers=1)
     tars.divided = True
     check("training", tars, is_distributed=True)
 

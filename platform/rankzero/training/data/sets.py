@@ -96,16 +96,16 @@ def context(group: str) -> str:
     return group.replace("val", "validation", 1) if group.startswith("val") else group
 
 
-def check_same(world: World, method: str, sets: Mapping[str, Any]) -> None:
+def check_same(world: World, method: str, sets: Mapping[str, Any], workers: int | None) -> None:
     """Raise UserError if names or lengths differ between ranks, or if a stream is unusable.
 
-    Collective.
+    `workers`: the setting `train.workers`. Collective.
 
     Ranks with other data would train on other batches, or wait for each other without end.
     """
     for name, one in sets.items():
         if is_stream(one):
-            stream.check(name, one, is_distributed=world.is_distributed)
+            stream.check(name, one, is_distributed=world.is_distributed, workers=workers)
     names = zlib.crc32(json.dumps(list(sets)).encode())
     differing = world.ranks_that_differ(torch.tensor([names]))
     if differing:

@@ -109,7 +109,7 @@ def is_empty(dataset: Any) -> bool:
     return not is_stream(dataset) and len(dataset) == 0
 
 
-def check(name: str, dataset: Any, *, is_distributed: bool) -> None:
+def check(name: str, dataset: Any, *, is_distributed: bool, workers: int | None = None) -> None:
     """Raise UserError for a stream that can be read only once, or that is divided wrongly."""
     # A class may begin again in an __iter__ that returns self. No iterator of Python does.
     iterates = getattr(type(dataset), "__iter__", None)
@@ -118,21 +118,26 @@ def check(name: str, dataset: Any, *, is_distributed: bool) -> None:
             f"the {name} set is a {type(dataset).__name__}, which can be read only once: return an "
             "object of which __iter__ begins again at each call"
         )
-    if _is_hugging_face(dataset) and any(map(_is_unseeded, _parts(dataset._ex_iterable))):
+    # The loading processes of a rank get one generator.
+    if is_distributed and any(map(_is_unseeded, _parts_of(dataset))):
         seed = "seed=self.train.seed"
         raise UserError(_NO_SEED.format(name=name, kind="Hugging Face stream", seed=seed))
     if getattr(dataset, "divided", False):
         return
     if _is_of(dataset, "webdataset"):
-        _check_stages(name, getattr(dataset, "pipeline", ()), is_distributed)
+        _check_stages(name, getattr(dataset, "pipeline", ()), is_distributed, workers)
 
 
-def _check_stages(name: str, stages: Sequence[Any], is_distributed: bool) -> None:
+def _check_stages(
+    name: str, stages: Sequence[Any], is_distributed: bool, workers: int | None
+) -> None:
     """Raise UserError for a WebDataset that divides itself, or shuffles without a seed."""
+    is_alone = not is_distributed and workers in (0, 1)
     for stage in stages:
         given = getattr(stage, "kw", {})
         is_shuffle = getattr(getattr(stage, "f", None), "__name__", "") == "_shuffle"
-        if is_shuffle and given.get("seed") is None and given.get("rng") is None:
+        is_seeded = given.get("seed") is not None or given.get("rng") is not None
+        if is_shuffle and not is_seeded and not is_alone:
             # With seed=, each epoch would have the order of the first.
             seed = "rng=random.Random(self.train.seed)"
             raise UserError(_NO_SEED.format(name=name, kind="WebDataset", seed=seed))
@@ -256,7 +261,9 @@ class StreamLoader:
         else:
             places = tuple(_Place(*place) for place in saved[rank]["places"])
             self._start = self._now = saved[rank]["read"], places
-            parts = _parts(self.dataset._ex_iterable) if _is_hugging_face(self.dataset) else ()
+            parts = [*_parts_of(self.dataset)]
+            if any(map(_is_unseeded, parts)):
+                return "this resume is not exact: the training set shuffles without a seed"
             if all(type(one).__name__ != "BufferShuffledExamplesIterable" for one in parts):
                 return ""
             return (
@@ -461,6 +468,10 @@ def _is_hugging_face(stream: Any) -> bool:
 
 def _is_of(stream: Any, package: str) -> bool:
     return type(stream).__module__.startswith(f"{package}.")
+
+
+def _parts_of(stream: Any) -> Iterator[Any]:
+    return _parts(stream._ex_iterable) if _is_hugging_face(stream) else iter(())
 
 
 def _parts(examples: Any) -> Iterator[Any]:
