@@ -131,6 +131,11 @@ class MetricHistory:
 
     def checkpoint(self, step: int) -> list[StepsLogged]:
         """Return an event for `recall` if metrics are ahead of a checkpoint's step."""
+        # A loop may evaluate the first step in two calls, and the goal in the second.
+        if self.best is None and len(self._evaluations) > 1:
+            missing = f"no evaluation so far has a number for the goal, {self._goal.metric!r}"
+            mend = "no checkpoint is the best; set goal=Goal(METRIC, MODE)"
+            self._tell("goal", f"{missing}, but for {shown(sorted(self.last))}: {mend}")
         steps = [*self._counted.values(), *(series.step for series in self._series.values())]
         return [StepsLogged([step], [time.time()], {})] if max(steps, default=step) > step else []
 
@@ -242,11 +247,6 @@ class MetricHistory:
         self._evaluations[step] = self.last, when
         if len(self._evaluations) > _MOST:
             del self._evaluations[next(iter(self._evaluations))]
-        # A loop may evaluate the first step in two calls, and the goal in the second.
-        if goal is None and self.best is None and len(self._evaluations) > 1:
-            missing = f"no evaluation so far has a number for the goal, {self._goal.metric!r}"
-            mend = "no checkpoint is the best; set goal=Goal(METRIC, MODE)"
-            self._tell("goal", f"{missing}, but for {shown(sorted(self.last))}: {mend}")
         return Evaluated(moment, step, new, better)
 
     def _time_at(self, step: int, metrics: Collection[str]) -> float:
