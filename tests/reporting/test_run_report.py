@@ -73,11 +73,13 @@ def test_the_report_of_a_finished_run(tmp_path: Path) -> None:
 
 
 def test_a_report_shows_each_setting_that_a_command_has_changed() -> None:
-    params = {"train.schedule": "constant", "train.ema": "none", "train.seed": "0"}
-    start = {"rankzero.command": "rankzero train e.py train.schedule=constant train.seed=0"}
+    params = dict.fromkeys(("train.ema", "train.patience"), "none")
+    params |= {"train.schedule": "constant", "train.seed": "0"}
+    start = {"rankzero.command": "train e.py train.schedule=constant train.seed=0 train.ema=none"}
     text = report(RunStarted(T0, params, start, 1))
     assert "| `train.schedule`&emsp; | `constant` |" in text
-    assert text.count("`train.seed`") == 1 and "train.ema" not in text
+    assert text.count("`train.seed`") == 1 and "train.patience" not in text
+    assert "| `train.ema`&emsp; | `none` |" in text
 
 
 def test_a_report_shows_the_size_of_the_model() -> None:

@@ -273,7 +273,7 @@ def _setting(facts: Facts) -> str:
         # Two backticks around nothing would be shown as they are.
         (f"`{key}`", f"`{inline(params[key]) or repr('')}`")
         for key in dict.fromkeys((*own, *_SETTINGS, *given))
-        if key in params and params[key] != "none"
+        if key in params and (params[key] != "none" or key in given)
     ]
     return _GAP + "### Setting\n\n" + table(("Setting", "Value"), rows) if rows else ""
 
