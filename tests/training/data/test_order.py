@@ -184,6 +184,8 @@ def test_a_batch_that_cannot_be_divided_names_the_nearest_sizes() -> None:
         make_batch_order(Train(batch_size=20, micro_batch=8), 1000, world_size=2)
     with pytest.raises(UserError, match=r"use train\.batch_size=30 or 33, or .* such as 2$"):
         make_batch_order(Train(batch_size=32), 1000, world_size=3)
+    with pytest.raises(UserError, match=r"or .* such as 2 with train\.micro_batch=5$"):
+        make_batch_order(Train(batch_size=20, micro_batch=8), 100, 3)
     with pytest.raises(UserError, match=r"at most 50, or train\.drop_last=false"):
         make_batch_order(Train(batch_size=64), 50, world_size=1)
 

@@ -285,12 +285,12 @@ def micro_batch_size(train: Train, world_size: int) -> int:
         below = train.batch_size // divisor * divisor
         near = " or ".join(str(size) for size in (below, below + divisor) if size)
         parts = f"{world_size} process{'es' * (world_size > 1)}"
-        # A resume cannot change the batch.
-        other = f"a number of processes such as {_divisor(train.batch_size, world_size)}"
-        if not train.batch_size % world_size:
-            other = f"train.micro_batch={_divisor(train.batch_size // world_size, micro_batch)}"
+        count = _divisor(train.batch_size, world_size)
+        fits = f"train.micro_batch={_divisor(train.batch_size // count, micro_batch)}"
+        other = f"a number of processes such as {count}"  # a resume cannot change the batch
         if train.micro_batch:
             parts += f" x train.micro_batch={train.micro_batch}"
+            other = fits if count == world_size else f"{other} with {fits}"
         raise UserError(
             f"train.batch_size={train.batch_size} cannot be divided evenly among {parts}: "
             f"use train.batch_size={near}, or {other}"
