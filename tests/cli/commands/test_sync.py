@@ -195,6 +195,7 @@ LOGS, LOGS_NONE = "train: {mlflow: {log_model: true}}", "train: {mlflow: {log_mo
         (None, None, None, False, False),  # of rankzero.track
         ("/none.py", LOGS_NONE, None, False, False),
         ("/none.py", LOGS, None, False, True),
+        ("/none.py", "train: {checkpoints: {save_every: 0}}", None, False, False),
         ("/none.py", "train: {}", None, False, True),  # of a version without the setting
         ("/none.py", LOGS, 0.0, False, False),
         ("/none.py", LOGS, -1.0, False, True),  # by an attempt before the last

@@ -137,7 +137,8 @@ def _lacks_model(folder: RunFolder) -> bool:
         settings = config.read_file(folder.config)
     except config.ConfigError:
         return is_late
-    if settings.get("train.mlflow.log_model") is False:
+    saves = is_late or settings.get("train.checkpoints.save_every") != 0
+    if settings.get("train.mlflow.log_model") is False or not saves:
         return False
     # An attempt that ended later may have a better model. Older versions did not note the end.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
