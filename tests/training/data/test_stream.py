@@ -370,6 +370,8 @@ def test_tars_that_divide_themselves_or_shuffle_without_a_seed_are_refused() -> 
 
     for options in ({"seed": 0}, {"rng": random.Random(1)}):
         check("training", Tars(SimpleNamespace(f=_shuffle, kw=options)), is_distributed=True)
+    stage = SimpleNamespace(f=_shuffle, args=(1000, 100, random.Random(1)), kw={})
+    check("training", Tars(stage), is_distributed=True)
     tars.pipeline = [SimpleNamespace(f=_shuffle, kw={})]
     with pytest.raises(UserError, match=r"a WebDataset that shuffles without a seed.*pass rng="):
         check("training", tars, is_distributed=False)

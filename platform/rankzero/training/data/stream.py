@@ -136,8 +136,8 @@ def _check_stages(
     for stage in stages:
         given = getattr(stage, "kw", {})
         is_shuffle = getattr(getattr(stage, "f", None), "__name__", "") == "_shuffle"
-        is_seeded = given.get("seed") is not None or given.get("rng") is not None
-        if is_shuffle and not is_seeded and not is_alone:
+        seeds = (given.get("seed"), given.get("rng"), *getattr(stage, "args", ())[2:])
+        if is_shuffle and all(one is None for one in seeds) and not is_alone:
             # With seed=, each epoch would have the order of the first.
             seed = "rng=random.Random(self.train.seed)"
             raise UserError(_NO_SEED.format(name=name, kind="WebDataset", seed=seed))
