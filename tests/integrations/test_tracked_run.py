@@ -64,8 +64,9 @@ class NoRecorder:
 
 def unrecorded(goal: Goal | None = None, patience: float = 30.0, **options: Any) -> TrackedRun:
     """Return a run as `rankzero.track` makes it, but without a recorder. The same run each time."""
-    identity = Identity("r1", "0" * 32, "mine", "sqlite:////nowhere/mlflow.db")
-    folder = RunFolder.open_or_create(Path("mlruns/runs").absolute(), identity)
+    place = Path("mlruns").absolute()
+    identity = Identity("r1", "0" * 32, "mine", f"sqlite:///{place}/mlflow.db")
+    folder = RunFolder.open_or_create(place / "runs", identity)
 
     def open_log(_: Identity) -> RunLog:
         attempt = len(of_kind(folder.path, RunStarted)) + 1

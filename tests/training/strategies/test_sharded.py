@@ -63,8 +63,6 @@ def test_many_unlike_blocks_are_all_compiled(monkeypatch: pytest.MonkeyPatch) ->
     sharded = "rankzero.training.strategies.sharded"
     monkeypatch.setattr(f"{sharded}.fully_shard", lambda *_, **__: None)
     monkeypatch.setattr(f"{sharded}.init_device_mesh", lambda *_: None)
-    for limit in ("recompile_limit", "accumulated_recompile_limit"):
-        monkeypatch.setattr(torch._dynamo.config, limit, 8)
 
     def keep(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
         graphs.append(graph)
@@ -73,7 +71,11 @@ def test_many_unlike_blocks_are_all_compiled(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=keep))
     model = nn.Sequential(*(Damped(place) for place in range(12)))
     world = World(Ranks(world_size=2), torch.device("cpu"))
-    fsdp(tiny(train__strategy="fsdp", train__compile=True), model, world)
-    with torch.no_grad():
+    # pytest's own patch would take the settings away at its end.
+    with (
+        torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=8),
+        torch.no_grad(),
+    ):
+        fsdp(tiny(train__strategy="fsdp", train__compile=True), model, world)
         model(torch.ones(1, 2))
     assert len(graphs) == 12
