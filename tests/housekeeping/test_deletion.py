@@ -610,7 +610,8 @@ def test_prune_keeps_the_best_run_after_a_resume_that_failed(root: Path, here: H
         folder = make_folder(root, name=name)
         start = started(**{"goal.mode": "max", "goal.metric": "val/accuracy"})
         append(folder, start, evaluated(10, value), ended(metrics={"best": value}))
-    append(RunFolder(root / "runs" / "best"), started(2), ended("FAILED"))
+    failed = dataclasses.replace(started(2), total_steps=None)  # in its set-up
+    append(RunFolder(root / "runs" / "best"), failed, ended("FAILED"))
     here("prune", "--keep-best", 1, "--yes", "--discard-undelivered")
     assert names(root) == {"best"}
 
