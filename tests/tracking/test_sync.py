@@ -27,7 +27,7 @@ from rankzero.tracking import delivery_status, sync
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.training.checkpoints import best_model
 from support.memory_store import MemoryStore, delivered
-from support.runs import T0, append, ended, make_folder, started, stuck
+from support.runs import T0, append, ended, make_folder, saved, started, stuck
 
 LONG = 60.0  # seconds: nobody waits so long in these tests
 
@@ -323,6 +323,7 @@ def test_a_server_that_is_away_is_waited_for_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sync_command, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(sync, "ONE_TRY_SECONDS", 0.0)
     refuse = functools.partial(Deliverer, connect=lambda _: Path("/no/server").stat())  # type: ignore[arg-type, return-value]
     monkeypatch.setattr(sync, "Deliverer", refuse)
     parents = [make_folder(tmp_path) for _ in range(4)]
@@ -334,3 +335,28 @@ def test_a_server_that_is_away_is_waited_for_once(
     began = time.monotonic()
     assert sync_command.run(argparse.Namespace(dir=tmp_path, run=None)) == FAILED
     assert time.monotonic() - began < 1.5 and capsys.readouterr().out.count("/no/server") == 4
+
+
+def test_a_refused_artifact_does_not_declare_its_store_away_and_keeps_no_other_run_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbid(called: str, argument: object) -> None:
+        if called == "log_artifact" and isinstance(argument, Path) and argument.suffix == ".zip":
+            raise OSError("403 Forbidden")
+
+    first, second = made = [make_folder(tmp_path) for _ in range(2)]
+    stores = {folder: MemoryStore() for folder in made}
+    for folder, store in stores.items():
+        store.fail = forbid
+        folder.artifacts.mkdir()
+        (folder.artifacts / "a.zip").write_text("a")
+        append(folder, started(), saved(folder, 5), ended())
+    connected = lambda folder, node: Deliverer(folder, node, lambda _: stores[folder])  # type: ignore[arg-type, return-value]  # noqa: E731
+    monkeypatch.setattr(sync, "Deliverer", connected)
+    monkeypatch.setattr(sync_command, "GRACE_SECONDS", 0.3)
+    away = set[str]()
+    assert sync_command._deliver(first, away, is_named=False) == FAILED and not away
+    # Now it lacks nothing but what is refused.
+    assert sync_command._deliver(first, away, is_named=False) == FAILED and away
+    assert sync_command._deliver(second, away, is_named=False) == FAILED
+    assert all(list(store.checkpoints) == [5] for store in stores.values())

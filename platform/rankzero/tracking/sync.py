@@ -13,6 +13,9 @@ from rankzero.run_store.names import InvalidRunFolder
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.delivery_status import Delivery, combined_status, status, wait
 
+# The patience with a store that is away. A refused upload is answered sooner, and others follow.
+ONE_TRY_SECONDS = 1.0
+
 
 def deliver(folder: RunFolder, *, patience: float = GRACE_SECONDS) -> Delivery:
     """Deliver the journals of all nodes, and then the run's children.
@@ -33,7 +36,7 @@ def deliver(folder: RunFolder, *, patience: float = GRACE_SECONDS) -> Delivery:
             wait(folder, patience, lambda delivery: delivery.complete)
             _deliver_node(folder, node, patience)
     broken = list[InvalidRunFolder | OSError]()
-    patience = _left(patience, folder, pending)
+    patience = ONE_TRY_SECONDS if is_away(folder, pending) else patience
     for child in folder.children:  # after their parent, whose run id they need
         # An imported bundle lacks a child that was deleted alone.
         if not child.path.exists():
@@ -42,7 +45,7 @@ def deliver(folder: RunFolder, *, patience: float = GRACE_SECONDS) -> Delivery:
             before = status(child)
             if not before.complete or delivery_state.late_nodes(child):
                 deliver(child, patience=patience)
-                patience = _left(patience, child, before.pending)
+                patience = ONE_TRY_SECONDS if is_away(child, before.pending) else patience
         except FolderGone:
             continue
         except (InvalidRunFolder, OSError) as error:
@@ -52,11 +55,11 @@ def deliver(folder: RunFolder, *, patience: float = GRACE_SECONDS) -> Delivery:
     return combined_status(folder)
 
 
-def _left(patience: float, folder: RunFolder, pending: int) -> float:
-    """Return the patience with the next run: none if an error kept all of this one from MLflow."""
+def is_away(folder: RunFolder, pending: int) -> bool:
+    """Return whether an error kept all of a run from MLflow, which lacked `pending` before."""
     retries = delivery_state.load(delivery_state.path_of(folder, 0)).retries
-    is_away = retries.error and not retries.gone and status(folder).pending == pending
-    return 0.0 if is_away else patience
+    # The end of a dead run was appended meanwhile.
+    return bool(retries.error) and not retries.gone and status(folder).pending >= pending
 
 
 def _deliver_node(folder: RunFolder, node: int, patience: float) -> bool:

@@ -19,7 +19,6 @@ from rankzero.catalog.summary import ELSEWHERE, Summary
 from rankzero.cli.display.terminal import table_console
 from rankzero.errors import UserError
 from rankzero.reporting.run_report import duration
-from rankzero.run_store import delivery_state
 from rankzero.run_store.folder import FolderGone, RunFolder
 from rankzero.run_store.location import is_offline
 from rankzero.run_store.names import InvalidRunFolder, printable
@@ -102,13 +101,12 @@ def _closed(runs: Path) -> list[Summary]:
 def _deliver(folders: Sequence[RunFolder]) -> None:
     """Deliver runs, and print which ones MLflow lacks. Ask a store that is away for one."""
     # A list seldom needs it, and it imports many modules.
-    from rankzero.tracking import sync
+    from rankzero.tracking import delivery_status, sync
 
     failing = dict[str, str]()
     for folder in folders:
-        uri, state = folder.identity.tracking_uri, delivery_state.path_of(folder, 0)
+        uri, before = folder.identity.tracking_uri, delivery_status.status(folder).pending
         if (why := failing.get(uri)) is None:
-            outages = delivery_state.load(state).retries.outages
             try:
                 result = sync.deliver(folder, patience=_PATIENCE_SECONDS)
             except (FolderGone, InvalidRunFolder, OSError) as error:
@@ -117,7 +115,7 @@ def _deliver(folders: Sequence[RunFolder]) -> None:
             if not result.pending:
                 continue
             why = result.error or "no answer"
-            if delivery_state.load(state).retries.outages > outages:
+            if sync.is_away(folder, before):
                 failing[uri] = why
         again = command_lines.line(folder.root, "sync")
         print(f"{folder.path.name}: not in MLflow yet ({why}): {again}", file=sys.stderr)

@@ -52,14 +52,15 @@ def _lacks(run: Summary) -> bool:
 
 def _deliver(folder: RunFolder, away: set[str], *, is_named: bool) -> int:
     """Deliver a run and print how it stands. A server that is `away` gets one try."""
-    name = folder.path.name
+    name, uri = folder.path.name, folder.identity.tracking_uri
     # To wait for it could take days, and hold up the other runs.
     if run_locks.is_recording(folder) and is_written(folder):
         print(f"{name}: still trains, and another process delivers it")
         return FINISHED
     try:
+        parts = {one: delivery_status.status(one).pending for one in (folder, *folder.children)}
         result = sync.deliver(
-            folder, patience=0.0 if folder.identity.tracking_uri in away else GRACE_SECONDS
+            folder, patience=sync.ONE_TRY_SECONDS if uri in away else GRACE_SECONDS
         )
     except (FolderGone, InvalidRunFolder, OSError) as error:
         print(f"{name}: {error}")
@@ -67,7 +68,6 @@ def _deliver(folder: RunFolder, away: set[str], *, is_named: bool) -> int:
     # `pending` counts what MLflow refused to take for now, not what it rejected for good.
     again = command_lines.line(folder.root, "sync", name)
     late_nodes = delivery_state.late_nodes(folder)
-    parts = (folder, *folder.children)
     gone = {one: why for one in parts if (why := _why_gone(one))}
     if gone and not any(_waits(one) for one in parts if one not in gone):
         print(f"{name}: {next(iter(gone.values()))}")
@@ -77,8 +77,7 @@ def _deliver(folder: RunFolder, away: set[str], *, is_named: bool) -> int:
         why = result.error or "no answer" + "".join(f", samples of node {n}" for n in late_nodes)
         done = f"{result.delivered:,} values delivered, the rest failed"
         print(f"{name}: {done}: {why}; try again later: {again}")
-        # Without an error, it waits for its parent. One that is gone says nothing of others.
-        away |= {folder.identity.tracking_uri} if result.error and not gone else set()
+        away |= {uri for one, before in parts.items() if sync.is_away(one, before)}
         return FAILED
     # If only a helper's part is here, the end is on another machine's disk.
     is_open = lookup.last_end(folder) is None and not folder.is_elsewhere
