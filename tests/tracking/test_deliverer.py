@@ -348,6 +348,29 @@ def test_many_artifacts_hold_up_neither_curves_nor_the_end_and_a_kill_forgets_no
     assert list(tracker.artifacts) == ["a", "b", "c"]
 
 
+def test_artifacts_that_grow_hold_up_no_other_upload(
+    folder: RunFolder, tracker: MemoryStore
+) -> None:
+    clock = [100.0]
+
+    def grow(called: str, argument: object) -> None:
+        if called == "log_artifact":
+            clock[0] += READ_SECONDS
+            with cast(Path, argument).open("a") as file:
+                file.write("line")
+
+    folder.artifacts.mkdir()
+    for name in ("a.log", "b.log", "c.txt"):
+        (folder.artifacts / name).write_text(name)
+    append(folder, started(), saved(folder, 5))
+    deliverer = Deliverer(folder, 0, lambda uri: tracker, clock=lambda: clock[0])  # type: ignore[arg-type, return-value]
+    tracker.fail = grow
+    for _ in range(8):
+        deliverer.work()
+    assert list(tracker.artifacts) == ["a.log", "b.log", "c.txt"]
+    assert list(tracker.checkpoints) == [5]
+
+
 def test_uploads_that_fail_hold_up_neither_curves_nor_the_end(
     folder: RunFolder, tracker: MemoryStore
 ) -> None:

@@ -105,8 +105,8 @@ class Queue:
     """Whether MLflow has the end of the latest attempt."""
     uploaded: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Artifact -> size and time of the uploaded file, or the step of an uploaded picture."""
-    failed_artifact: str = ""
-    """Whose upload failed last."""
+    last_artifact: str = ""
+    """Whose upload was tried last."""
 
     @property
     def awaited(self) -> tuple[Upload, ...]:

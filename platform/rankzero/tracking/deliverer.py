@@ -430,8 +430,10 @@ class Deliverer:
             for state in upload(item, target, self._folder, self.state):
                 is_sent = state.queue.uploaded is not self.state.queue.uploaded
                 self.state = state
-                # Points and the end come first, also if there are many files.
+                # Points, the end and other uploads come first, also if there are many files.
                 if item is Task.ARTIFACTS and is_sent and self._clock() >= until:
+                    self._drop(item)
+                    self._change_queue(waiting=(*self.state.queue.waiting, item))
                     return
         # Only now: a crash before this repeats the upload, which is harmless.
         self._drop(item)

@@ -47,11 +47,11 @@ def _upload_artifacts(
 ) -> Iterator[DeliveryState]:
     """Upload the files below `artifacts` and `failures` that are new or changed since.
 
-    Begins behind the one that failed last: a file that is never taken must not hold up the others.
+    Begins behind the last one: a file that grows or is never taken must not hold up the others.
     """
     tops = {folder.artifacts: folder.artifacts, folder.failures: folder.path}
     files = {str(path.relative_to(folder.path)): base for base in tops for path in base.rglob("*")}
-    for name in sorted(files, key=lambda name: (name <= state.queue.failed_artifact, name)):
+    for name in sorted(files, key=lambda name: (name <= state.queue.last_artifact, name)):
         path, base = folder.path / name, files[name]
         if not path.is_file() or is_hidden_artifact(path):
             continue
@@ -61,6 +61,8 @@ def _upload_artifacts(
         if state.queue.uploaded.get(name) == signature:
             continue
         parts = path.relative_to(tops[base]).parent.parts
+        queue = dataclasses.replace(state.queue, last_artifact=name)
+        state = dataclasses.replace(state, queue=queue)
         try:
             if leads_out:
                 raise NeverAccepted("it leads out of the run's folder")
@@ -68,8 +70,7 @@ def _upload_artifacts(
         except Exception as error:
             reason = refusal(error)
             if reason is None:
-                queue = dataclasses.replace(state.queue, failed_artifact=name)
-                yield dataclasses.replace(state, queue=queue)
+                yield state
                 raise
             state = _rejected(state, f"artifact {name}", reason)
         state = _uploaded(state, {name: signature})
