@@ -76,11 +76,13 @@ def test_value_after_the_checkpoint_is_not_the_best_any_more(saved: int | None) 
             first = 0 if run.latest() is None else 2
             for step, value in [*enumerate((0.9, 0.8, loss, 0.5), 1)][first:]:
                 assert run.evaluated({"val/loss": value}, step)
+                run.evaluated({"test/loss": 0.1}, step)
                 if step == saved:
                     run.checkpoint({"x": 1}, step)
     with rankzero.track("mine", name="r1", offline=True) as run:
         run.latest()
-        assert run.evaluated({"val/loss": 0.79}, 3) and not run.evaluated({"val/loss": 0.85}, 4)
+        assert run.evaluated({"val/loss": 0.85}, 3) is (saved is None)
+        assert run.evaluated({"val/loss": 0.79}, 4) and not run.evaluated({"val/loss": 0.85}, 5)
 
 
 def test_higher_checkpoint_of_an_earlier_training_is_noted(

@@ -112,7 +112,7 @@ class MetricHistory:
                 highest = dict.fromkeys(event.metrics, max(event.steps, default=0))
             elif isinstance(event, Evaluated):
                 highest = dict.fromkeys(event.metrics, event.step)
-                self._recall_goal(event.metrics.get(self._goal.metric, math.nan), event.step)
+                self._recall_goal(event.metrics.get(self._goal.metric), event.step)
             else:
                 continue
             for name, step in highest.items():
@@ -120,8 +120,10 @@ class MetricHistory:
                 self.step = max(step, self.step)
         self._floor, self._counted = self.step, dict(self._earlier)
 
-    def _recall_goal(self, value: float, step: int) -> None:
+    def _recall_goal(self, value: float | None, step: int) -> None:
         """Note a value of the goal, and in `_bests` each one that was the best of its branch."""
+        if value is None:  # Another call for the step may have it.
+            return
         if self._goal.better(value, self.best):
             self.best, self._best_step = value, step
         while self._bests and self._bests[-1][0] >= step:
