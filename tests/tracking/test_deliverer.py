@@ -371,6 +371,24 @@ def test_artifacts_that_grow_hold_up_no_other_upload(
     assert list(tracker.checkpoints) == [5]
 
 
+def test_the_page_comes_before_uploads_that_wait_once_its_own_wait_is_over(
+    folder: RunFolder, tracker: MemoryStore
+) -> None:
+    clock, fail = [100.0], failing(1, "description", lambda: ConnectionError("502"))
+
+    def slow(called: str, argument: object) -> None:
+        clock[0] += 5.0 * (called == "save_checkpoint")
+        fail(called, argument)
+
+    append(folder, started(), *(saved(folder, step) for step in (5, 10, 15)), ended())
+    deliverer = Deliverer(folder, 0, lambda uri: tracker, clock=lambda: clock[0])  # type: ignore[arg-type, return-value]
+    tracker.fail = slow
+    for _ in range(30):
+        deliverer.work()
+    uploads = [call for call in tracker.calls if call in ("description", "save_checkpoint")]
+    assert uploads[:4] == ["save_checkpoint", "description", *["save_checkpoint"] * 2]
+
+
 def test_uploads_that_fail_hold_up_neither_curves_nor_the_end(
     folder: RunFolder, tracker: MemoryStore
 ) -> None:
@@ -399,8 +417,9 @@ def test_an_upload_that_always_fails_holds_up_no_other(
     for name in ("a_query.sql", "config.yaml", "plot.png", "query.sql", "z.txt"):
         (folder.artifacts / name).write_text(name)
     append(folder, started(), steps(1, 5), saved(folder, 5), ended())
-    deliverer = deliverer_to(tracker, folder)
-    for _ in range(20):
+    clock = itertools.count(100.0).__next__
+    deliverer = Deliverer(folder, 0, lambda uri: tracker, clock=clock)  # type: ignore[arg-type, return-value]
+    for _ in range(100):
         deliverer.work()
     assert tracker.artifacts.keys() == {"config.yaml", "plot.png", "z.txt"}
     assert list(tracker.checkpoints) == [5] and not deliverer.complete

@@ -119,6 +119,7 @@ class Deliverer:
         # The last tag that was no newer attempt's. To look for others reads the journal.
         self._claim: str | None = None
         self._retry = RetryPolicy(longest_wait, clock)
+        self._now = 0.0  # as an activity began, which must not change the next upload meanwhile
         self._hurried, self._is_gone, self._read_at, self._look_at = False, False, 0.0, 0.0
         # The unread bytes that are no whole line: there is nothing to read until they change.
         self._unfinished = 0
@@ -134,6 +135,7 @@ class Deliverer:
 
         Raises nothing that MLflow or the data cause. Raises OSError for the run's own disk.
         """
+        self._now = self._clock()
         activity, target = self._next(), self._target
         kind = self._kind(activity)
         match activity:
@@ -214,10 +216,10 @@ class Deliverer:
 
     @property
     def _next_upload(self) -> Upload:
-        """The first one of the kind that is due first. The update of the page is the last."""
+        """The first one that is due, else of the kind due first. The page update is the last."""
         queue = self.state.queue
         uploads = queue.awaited or queue.waiting
-        return min(uploads, key=lambda one: self._retry.of(_kind_of(one)).due)
+        return min(uploads, key=lambda one: max(self._now, self._retry.of(_kind_of(one)).due))
 
     def _unread(self) -> int:
         return delivery_state.unread_bytes(self._folder, self.state.cursor.offsets)
