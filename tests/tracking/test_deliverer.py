@@ -21,7 +21,7 @@ from mlflow.protos.databricks_pb2 import UNAUTHENTICATED
 
 from rankzero.catalog.summary import read_summary
 from rankzero.cli.commands import sync as sync_command
-from rankzero.events import Noticed, SystemSampled
+from rankzero.events import ModelLogged, Noticed, SystemSampled
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.mlflow_store.uris import ExperimentGone
 from rankzero.reporting.delivery_problems import trouble
@@ -387,6 +387,22 @@ def test_the_page_comes_before_uploads_that_wait_once_its_own_wait_is_over(
         deliverer.work()
     uploads = [call for call in tracker.calls if call in ("description", "save_checkpoint")]
     assert uploads[:4] == ["save_checkpoint", "description", *["save_checkpoint"] * 2]
+
+
+def test_a_model_waits_for_the_checkpoint_whose_metrics_it_gets(
+    folder: RunFolder, tracker: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = list[list[int]]()
+    log = lambda *_: found.append(list(tracker.checkpoints))  # noqa: E731
+    monkeypatch.setattr(tracker, "log_model", log, raising=False)
+    tracker.fail = failing(1, "save_checkpoint", lambda: ConnectionError("502"))
+    (folder.models / "net").mkdir(parents=True)
+    append(folder, started(), saved(folder, 5), ModelLogged(T0, 5, "models/net", "net"), ended())
+    deliverer = Deliverer(folder, 0, lambda uri: tracker, clock=lambda: 100.0)  # type: ignore[arg-type, return-value]
+    for _ in range(20):
+        deliverer.work()
+    deliver(deliverer)
+    assert found == [[5]]
 
 
 def test_uploads_that_fail_hold_up_neither_curves_nor_the_end(

@@ -31,6 +31,7 @@ from rankzero.events import (
     CheckpointSaved,
     DataDescribed,
     Event,
+    ModelLogged,
     ParamsLogged,
     PicturesTaken,
     RunEnded,
@@ -494,7 +495,7 @@ class Deliverer:
 
 
 def _kind_of(upload: Upload) -> Hashable:
-    """Return what keeps its order: checkpoints do, for the tag of the best and for deletions."""
-    if isinstance(upload, CheckpointSaved | CheckpointDeleted):
+    """Return what keeps its order: checkpoints do, for the best, deletions and models' metrics."""
+    if isinstance(upload, CheckpointSaved | CheckpointDeleted | ModelLogged):
         return "checkpoints"
     return upload if isinstance(upload, Task) else type(upload).__name__
