@@ -637,6 +637,9 @@ def test_an_outage_is_counted_once_and_timed_while_it_lasts() -> None:
     assert (retries.outages, retries.away_seconds) == (1, 60.0)
     retries = policy.succeeded("send", retries, reached=True)
     assert (retries.outages, retries.away_seconds, retries.error) == (1, 75.0, None)
+    for answered in (True, False):
+        retries = policy.failed("send", retries, "refused", answered=answered)
+    assert retries.outages == 2
 
 
 @pytest.mark.parametrize(

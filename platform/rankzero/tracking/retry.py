@@ -72,13 +72,14 @@ class RetryPolicy:
         self, kind: Hashable, retries: Retries, error: str, *, answered: bool = False
     ) -> Retries:
         """Back off, and return the counts with this failure. An answer of MLflow is no outage."""
+        is_first = not self._backoffs
         self.postpone(kind)
         outages, away, now = retries.outages, retries.away_seconds, self._clock()
         if self._away_since is not None:
             away, self._away_since = away + now - self._away_since, now
         elif not answered:
             # A courier that was started again may be in the same outage.
-            outages, self._away_since = outages + (retries.error is None), now
+            outages, self._away_since = outages + (retries.error is None or not is_first), now
         return Retries(retries.failures + 1, outages, away, error)
 
     def succeeded(self, kind: Hashable, retries: Retries, *, reached: bool) -> Retries:
