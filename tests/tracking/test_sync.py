@@ -159,7 +159,7 @@ def test_run_that_has_not_begun_is_not_ended_by_sync(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_launcher_died_before_it_began_is_ended_at_once(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path)
+    folder = make_folder(tmp_path, "http://127.0.0.1:9")  # nobody answers there
     claim = run_locks.claim(folder, 0)
     sync.deliver(folder, patience=0.0)
     assert not folder.events.exists(), "it lives"
