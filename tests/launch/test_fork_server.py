@@ -151,7 +151,7 @@ def test_without_a_short_temporary_folder_the_error_names_tmpdir(
 ) -> None:
     (long := tmp_path / ("x" * 90)).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    monkeypatch.setattr(fork_server.util, "get_temp_dir", lambda: (tmp_path / "gone").stat())
+    monkeypatch.setattr(fork_server.util, "get_temp_dir", (tmp_path / "gone").stat)
     with pytest.raises(UserError, match="too long for the paths of sockets: set TMPDIR to a"):
         fork_server._fit_sockets()
     assert tempfile.gettempdir() == str(long)
