@@ -24,10 +24,10 @@ _CODE = {
     "experiment": "rankzero.experiment_file",
 }
 _MACHINE = ("host", "system", "cpu_count", "python", "torch", "gpu", "cuda", "driver", "nccl")
-_SPEED, _STEP = "samples_per_second", "best at step"
+_SPEED, _WAIT, _STEP = "samples_per_second", "data_wait_fraction", "best at step"
 _SPEEDS = {
     _SPEED: "samples/s",
-    "data_wait_fraction": "waiting for data, %",
+    _WAIT: "waiting for data, %",
     "train_seconds": "training, s",
     "checkpoint_blocked_seconds": "checkpoints, s",
     "peak_memory_megabytes": "peak memory, MB",
@@ -141,7 +141,7 @@ def _speeds(facts: Facts) -> dict[str, float]:
     if SPEED in facts.metrics:
         summary.setdefault(_SPEED, facts.metrics[SPEED])
     known = {
-        title: summary[key] * (100 if title.endswith("%") else 1)
+        title: summary[key] * (100 if key == _WAIT else 1)
         for key, title in _SPEEDS.items()
         # The times of a resumed run are its last attempt's. Its duration is that of all.
         if number(summary.get(key)) is not None

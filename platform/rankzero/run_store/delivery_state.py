@@ -106,7 +106,7 @@ class Queue:
     uploaded: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Artifact -> size and time of the uploaded file, or the step of an uploaded picture."""
     last_artifact: str = ""
-    """Whose upload was tried last."""
+    """The artifact that was tried last."""
 
     @property
     def awaited(self) -> tuple[Upload, ...]:

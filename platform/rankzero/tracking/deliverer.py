@@ -120,7 +120,7 @@ class Deliverer:
         # The last tag that was no newer attempt's. To look for others reads the journal.
         self._claim: str | None = None
         self._retry = RetryPolicy(longest_wait, clock)
-        self._now = 0.0  # as an activity began, which must not change the next upload meanwhile
+        self._now = 0.0  # when the activity began: its upload stays the next one until its end
         self._hurried, self._is_gone, self._read_at, self._look_at = False, False, 0.0, 0.0
         # The unread bytes that are no whole line: there is nothing to read until they change.
         self._unfinished = 0

@@ -18,7 +18,6 @@ import importlib
 import inspect
 import io
 import itertools
-import math
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -170,7 +169,7 @@ class _Place:
     inner: bytes | None = None
     """The result of the stream's `state_dict`, as PyTorch saves it."""
     first: int = 0
-    """The number of the epoch's first sample, equal in parts that read one order. 0: unknown."""
+    """The checksum of the epoch's first sample: equal in parts that read one order. 0: unknown."""
 
 
 class StreamLoader:
@@ -407,7 +406,7 @@ class _Reader:
                 except StopIteration:
                     break
                 if not self._position and self.parts > 1:
-                    self._first = _number_of(sample)
+                    self._first = _checksum(sample)
                 mine = self._position % self.parts == self.part
                 self._position += 1
                 if mine:
@@ -485,7 +484,8 @@ def _is_unseeded(examples: Any) -> bool:
     # Without a seed, NumPy takes 128 bits from the system. NumPy 1 also does so for each copy.
     generator = getattr(getattr(examples, "generator", None), "bit_generator", None)
     entropy = getattr(getattr(generator, "seed_seq", None), "entropy", None)
-    return np.__version__ >= "2" and isinstance(entropy, int) and entropy >= 2**64
+    has_seeds = int(np.__version__.partition(".")[0]) >= 2
+    return has_seeds and isinstance(entropy, int) and entropy >= 2**64
 
 
 def _has_state(stream: Any) -> bool:
@@ -497,14 +497,15 @@ def _has_state(stream: Any) -> bool:
     return False
 
 
-def _number_of(sample: Any) -> int:
-    """Return a number of a sample's tensors, arrays and plain values."""
+def _checksum(sample: Any) -> int:
+    """Return a checksum of some values of each tensor and array, and of all plain values."""
     found: list[Any] = []
     # A sparse tensor has no flat one, and a look ends no training.
     with contextlib.suppress(Exception):
         for leaf in tree_leaves(sample):
             if isinstance(leaf, (Tensor, np.ndarray)):
-                found.append(leaf.reshape(-1)[:: math.prod(leaf.shape) // 64 + 1].tolist())
+                flat = leaf.reshape(-1)
+                found.append(flat[:: len(flat) // 64 + 1].tolist())
             elif isinstance(leaf, (str, bytes, int, float)):
                 found.append(leaf)
     return zlib.crc32(repr(found).encode())
