@@ -66,6 +66,18 @@ def test_inherited_field_needs_no_annotation() -> None:
     assert Derived().width == 16 and Derived().depth == 2 and Derived().train.epochs == 3
 
 
+def test_mixin_in_front_of_its_base_gives_values() -> None:
+    class Big:
+        width: int = 512
+        train = Train(epochs=90)
+
+    class BigBase(Big, Base):
+        pass
+
+    assert BigBase().width == 512 and BigBase().train.epochs == 90
+    assert BigBase(width=3).width == 3 and Base().width == 8
+
+
 def test_an_inherited_field_may_have_a_type_that_its_module_lacks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -294,14 +294,18 @@ class Experiment:
     def __init_subclass__(cls) -> None:
         annotations = inspect.get_annotations(cls)
         annotations.pop("search", None)  # A search space is not a setting.
-        # A subclass may write ``goal = Goal(…)`` without the base's annotation. As text, that would
-        # be looked up in the subclass's module.
-        for base in filter(dataclasses.is_dataclass, cls.__mro__[1:]):
+        # A subclass may write ``goal = Goal(…)`` without the base's annotation, and so may a mixin
+        # in front of the base. As text, it would be looked up in the subclass's module.
+        given = set(vars(cls))
+        for base in cls.__mro__[1:]:
+            if not dataclasses.is_dataclass(base):
+                given.update(vars(base))
+                continue
             known: dict[str, Any] = {}
             with contextlib.suppress(NameError):
                 known = typing.get_type_hints(base)
             for field in dataclasses.fields(base):
-                if field.name in cls.__dict__:
+                if field.name in given:
                     annotations.setdefault(field.name, known.get(field.name, field.type))
         cls.__annotations__ = annotations
         # A wrong type is refused when the class is defined, not when a run starts. The first use
