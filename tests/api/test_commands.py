@@ -339,6 +339,27 @@ def test_what_is_no_experiment_is_refused(called: list[str], given: Any, says: s
     assert not called
 
 
+class Adam(rankzero.Train.DDP): ...
+
+
+class SGD(Adam): ...
+
+
+class Short(rankzero.Train): ...
+
+
+class Chooses(rankzero.Experiment):
+    opt: Adam = Adam()
+
+
+def test_group_of_another_class_is_refused(called: list[str], tmp_path: Path) -> None:
+    with pytest.raises(rankzero.UserError, match=r"^opt is SGD\(…\), but .* with Adam\(…\)"):
+        rankzero.train(Chooses(opt=SGD()), dir=tmp_path)
+    assert not called
+    rankzero.train(Chooses(train=Short(epochs=3), opt=Adam(bucket_mb=1)), dir=tmp_path)
+    assert {"train.epochs=3", "opt.bucket_mb=1"} < set(called)
+
+
 @pytest.mark.parametrize("stdout", [None, object()])
 def test_replaced_output_is_no_terminal(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stdout: object

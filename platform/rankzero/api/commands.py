@@ -8,6 +8,7 @@ file.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from rankzero import config, experiment_file
 from rankzero.api import notebook, results
 from rankzero.config.values import render
 from rankzero.errors import FAILED, FINISHED, NOT_DELIVERED, RESUMABLE, USAGE, RunFailed, UserError
-from rankzero.experiment import Experiment, is_outdated
+from rankzero.experiment import Experiment, Goal, Train, is_outdated
 from rankzero.launch.request import with_secrets
 from rankzero.launch.signals import handled_signals
 from rankzero.mlflow_store.server import has_screen
@@ -251,6 +252,7 @@ def _words(verb: str, experiment: object) -> list[str]:
             f"rankzero.{verb} takes an object of an experiment's class, such as {name}(), got "
             f"{experiment!r}"
         )
+    _refuse_other_groups(experiment, type(experiment)())
     defaults = config.rendered(type(experiment)())
     # The command imports the file as it is now, which may have other defaults. A secret stays in
     # the file: anyone can read a command line.
@@ -259,6 +261,21 @@ def _words(verb: str, experiment: object) -> list[str]:
     settings = config.rendered(experiment).items()
     changed = [f"{key}={text}" for key, text in settings if text != defaults.get(key)]
     return [verb, _reference_of(experiment), *changed]
+
+
+def _refuse_other_groups(given: Any, default: Any) -> None:
+    """Raise UserError if a group of the user's has another class than its default."""
+    for name in (field.name for field in dataclasses.fields(given)):
+        group, usual = getattr(given, name), getattr(default, name)
+        if dataclasses.is_dataclass(group) and not isinstance(group, (Train, Goal)):
+            kinds = type(group).__qualname__, type(usual).__qualname__
+            if kinds[0] != kinds[1]:
+                raise UserError(
+                    f"{name} is {kinds[0]}(…), but the command would train with {kinds[1]}(…), its "
+                    "default: add a setting to the class that chooses between them, such as a "
+                    "Literal"
+                )
+            _refuse_other_groups(group, usual)
 
 
 def _options(**wanted: Any) -> Iterator[str]:
