@@ -38,7 +38,7 @@ def test_runs_are_a_table(tmp_path: Path) -> None:
     assert len(rankzero.runs(dir=tmp_path / "nowhere")) == 0
 
 
-def test_run_has_its_history(tmp_path: Path) -> None:
+def test_run_has_its_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_folder(tmp_path)
     again = StepsLogged([2, 3], [T0, T0], {"train/loss": [9.0, 7.0]})
     append(
@@ -50,7 +50,9 @@ def test_run_has_its_history(tmp_path: Path) -> None:
         again,
         evaluated(3, 0.5),
     )
-    run = rankzero.run(folder.path.name, dir=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    run = rankzero.run(folder.path.name, dir=".")
+    monkeypatch.chdir("/")
     assert run.status == "DIED" and run.reason == "" and run.best == 0.5
     assert run.metrics["train/loss"] == 7.0 and run.params["lr"] == 0.1
     table = run.history()

@@ -101,6 +101,8 @@ class Run:
     """A run as its folder was when this object was made: settings, metrics, the end."""
 
     def __init__(self, folder: RunFolder) -> None:
+        # A notebook may change its folder.
+        folder = RunFolder(folder.path.absolute())
         self.folder = folder.path
         self._folder, self._facts = folder, run_facts.facts_of(folder)
 
