@@ -65,7 +65,9 @@ def test_a_uri_without_a_store_in_mlflow_is_refused(uri: str, mend: str, tmp_pat
         resolve_tracking_uri(uri, {}, tmp_path)
 
 
-@pytest.mark.parametrize("uri", ["databricks://profile", "postgresql+psycopg2://u@host/db"])
+@pytest.mark.parametrize(
+    "uri", ["databricks", "databricks://profile", "postgresql+psycopg2://u@host/db"]
+)
 def test_what_mlflow_can_reach_passes(uri: str, tmp_path: Path) -> None:
     assert resolve_tracking_uri(uri, {}, tmp_path) == uri
 

@@ -77,6 +77,8 @@ def resolve_tracking_uri(flag: str | None, environ: Mapping[str, str], root: Pat
             )
         require_plain(root.absolute() / DATABASE)
         return default_tracking_uri(root)
+    if given == "databricks":  # MLflow's name of the default profile
+        return given
     scheme = urllib.parse.urlsplit(given).scheme
     if scheme == "sqlite":
         path = sqlite_path(given)
