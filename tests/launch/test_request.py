@@ -13,10 +13,26 @@ from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.launch.machines import Machines
 from rankzero.launch.request import make_folder as folder_for
-from rankzero.launch.request import request_for, takes_more
+from rankzero.launch.request import refuse_new, request_for, takes_more
 from rankzero.run_store import run_locks
 from rankzero.run_store.attempt import sole_launcher
 from support.runs import append, ended, make_folder, started
+
+
+def test_setting_that_follows_from_others_is_refused_in_new_runs() -> None:
+    class Follows(Experiment):
+        hidden: int | None = None
+
+        def __post_init__(self) -> None:
+            object.__setattr__(self, "hidden", 128)
+
+    class Never(Experiment):
+        hidden: int = dataclasses.field(init=False, default=0)
+
+    for cls, value in ((Follows, 128), (Never, 0)):
+        with pytest.raises(UserError, match=f"^hidden: __post_init__ sets it to {value}"):
+            refuse_new(cls)
+    refuse_new(Experiment)
 
 
 def test_machines_that_share_a_folder_may_delete_old_failures_at_the_same_time(

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from rankzero import Train, config, experiment_file
 from rankzero.errors import UserError
-from rankzero.lightning_module import refuse_new
+from rankzero.launch.request import refuse_new
 from rankzero.lightning_module.experiment import adopt
 from rankzero.lightning_module.steps_and_log import TrainerStub
 from support.training import Trainer, tiny

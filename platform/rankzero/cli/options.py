@@ -15,8 +15,7 @@ from rankzero.catalog import deleted, filters, lookup
 from rankzero.errors import UserError
 from rankzero.launch import machines
 from rankzero.launch.machines import ALONE, Machines
-from rankzero.launch.request import with_changes
-from rankzero.lightning_module import refuse_new
+from rankzero.launch.request import refuse_new, with_changes
 from rankzero.mlflow_store import drivers, limits, named_runs, uris
 from rankzero.mlflow_store.items import DESCRIPTION
 from rankzero.mlflow_store.patience import A_DAY, WAIT, seconds

@@ -15,6 +15,7 @@ from rankzero.catalog import command_lines, deleted, lookup
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.launch.machines import ALONE, Machines
+from rankzero.lightning_module import ignored_hooks
 from rankzero.redaction.assignments import BLOT
 from rankzero.redaction.text import blotted
 from rankzero.run_store import checkpoint_files, run_locks
@@ -191,6 +192,23 @@ def with_changes(experiment: _Configured, changes: Mapping[str, Any]) -> _Config
             "goal.target"
         )
     return changed
+
+
+def refuse_new(experiment: type[Experiment]) -> None:
+    """Raise UserError before a new run of a class that defines something in vain.
+
+    A run that an older version began continues as it did.
+    """
+    if found := ignored_hooks(experiment):
+        raise UserError(found)
+    default = experiment()
+    for field in dataclasses.fields(default):
+        value = getattr(default, field.name)
+        if not field.init or (field.default is None and value is not None):
+            raise UserError(
+                f"{field.name}: __post_init__ sets it to {value!r}, and it would keep that when "
+                "other settings change: make it a functools.cached_property, or write a default"
+            )
 
 
 def keep_for_helper(folder: RunFolder, experiment: Experiment, processes: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 
 IGNORED = "_ignored_hooks"
@@ -45,15 +44,6 @@ def as_experiment(chosen: type[Any], module: ModuleType) -> type[Experiment]:
 def ignored_hooks(experiment: type[Experiment]) -> str:
     """Return which hooks the LightningModule that became an experiment defines in vain, or ""."""
     return str(getattr(experiment, IGNORED, ""))
-
-
-def refuse_new(experiment: type[Experiment]) -> None:
-    """Raise UserError before a new run whose module defines hooks that nothing calls.
-
-    A run that an older version began continues as it did.
-    """
-    if found := ignored_hooks(experiment):
-        raise UserError(found)
 
 
 def _defined_in(module: ModuleType, base: str) -> dict[str, type[Any]]:

@@ -21,9 +21,14 @@ from rankzero.cli.submit import clusters
 from rankzero.errors import FAILED, RESUMABLE, RunFailed, UserError
 from rankzero.experiment import Experiment, Goal
 from rankzero.launch import agent
-from rankzero.launch.request import make_folder, with_changes, with_saved, write_config
+from rankzero.launch.request import (
+    make_folder,
+    refuse_new,
+    with_changes,
+    with_saved,
+    write_config,
+)
 from rankzero.launch.signals import SignalForwarder
-from rankzero.lightning_module import refuse_new
 from rankzero.mlflow_store import named_runs
 from rankzero.mlflow_store.patience import patience
 from rankzero.repeats import plan as plans

@@ -13,8 +13,13 @@ from rankzero.errors import FINISHED, UserError
 from rankzero.experiment import Experiment
 from rankzero.launch import agent
 from rankzero.launch.machines import ALONE, Machines
-from rankzero.launch.request import make_folder, with_changes, with_secrets, write_config
-from rankzero.lightning_module import refuse_new
+from rankzero.launch.request import (
+    make_folder,
+    refuse_new,
+    with_changes,
+    with_secrets,
+    write_config,
+)
 from rankzero.mlflow_store import named_runs
 from rankzero.run_store.attempt import sole_launcher
 

@@ -24,8 +24,7 @@ from typing import Any
 from rankzero import config, experiment_file, ranks
 from rankzero.errors import RunFailed, UserError
 from rankzero.experiment import Experiment, Train
-from rankzero.launch.request import with_changes
-from rankzero.lightning_module import refuse_new
+from rankzero.launch.request import refuse_new, with_changes
 from rankzero.search_ranges import Range
 from rankzero.telemetry.host import core_count
 
