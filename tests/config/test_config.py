@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import fractions
 from typing import Any, Literal
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -157,6 +160,21 @@ def test_wrong_value_of_the_file_is_reported_too(wrong: dict[str, Any], says: st
     with pytest.raises(ConfigError) as raised:
         checked(Outer(**wrong))
     assert says in str(raised.value)
+
+
+def test_numbers_of_numpy_and_enums_are_plain_values_in_yaml() -> None:
+    class Name(str, enum.Enum):  # noqa: UP042 (whose text is another than that of a StrEnum)
+        A = "a"
+
+    odd: dict[str, Any] = {"width": numpy.int64(7), "name": Name.A, "sizes": (numpy.int64(3),)}
+    given = Outer(inner=Inner(rate=numpy.float64(0.1)), **odd)
+    assert rendered(given)["name"] == "a"
+    after = from_yaml(Outer, to_yaml(given))
+    assert after == checked(given) == given
+    assert [type(checked(given).inner.rate), type(checked(given).name)] == [float, str]
+    for value in (numpy.float32(2.7), fractions.Fraction(7, 2)):
+        with pytest.raises(ConfigError, match=r"^width: expected int, got"):
+            override(Outer(), {"width": value})
 
 
 def test_value_of_the_file_is_read_as_its_type_and_else_left_alone() -> None:

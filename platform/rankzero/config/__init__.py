@@ -96,7 +96,7 @@ def rendered(config: object) -> dict[str, str]:
 def to_yaml(config: object, instead: Mapping[str, str] | None = None) -> str:
     """Return `config` as YAML, nested by group. `instead` replaces the values of its keys."""
     nested: dict[str, Any] = {}
-    for leaf in leaves(config):
+    for leaf in leaves(checked(config)):
         *groups, name = leaf.key.split(".")
         value = (instead or {}).get(leaf.key, leaf.value)
         place = functools.reduce(lambda outer, group: outer.setdefault(group, {}), groups, nested)
@@ -205,7 +205,7 @@ def _override(
             expected = f"expected {describe_type(kind)}, got {_shown(wanted)}"
             raise ConfigError(f"{key}: {expected}") from error
         # An integer that the class gives a float stays one: older studies have its text.
-        if key in changes or made != value:
+        if key in changes or made != value or not _is_plain(value):
             new[field.name] = made
     try:
         return dataclasses.replace(config, **new)  # type: ignore[type-var]
@@ -213,6 +213,13 @@ def _override(
         raise
     except ValueError as error:
         raise ConfigError(f"{prefix}{error}") from error
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether YAML can hold the value: a NumPy number and an enum are no plain values."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def _shown(value: Any) -> str:

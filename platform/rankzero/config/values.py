@@ -23,6 +23,8 @@ def render(value: object) -> str:
             return "none"
         case bool():
             return str(value).lower()
+        case str():
+            return str.__str__(value)  # an enum's own is its name
         case tuple():
             return json.dumps(value, ensure_ascii=False, default=str)
         case _:
@@ -104,6 +106,8 @@ def _coerce_int(value: Any) -> int:
         return _coerce_int(float(value))  # Such as 1e5.
     except (OverflowError, TypeError) as error:
         raise ValueError("not an integer") from error
+    if not isinstance(value, str) and number != value:
+        raise ValueError("not an integer")
     str(number)  # Raises ValueError for more digits than Python writes.
     return number
 
@@ -126,7 +130,7 @@ def _coerce_str(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("not text")
     value.encode()  # Raises ValueError for half a surrogate pair, which no file can hold.
-    return value
+    return str.__str__(value)
 
 
 def _coerce_none(value: Any) -> None:
