@@ -283,8 +283,8 @@ class Experiment:
     lr: float = 1e-3
     """The learning rate, at its highest; `train.schedule` scales it."""
     search: ClassVar[Mapping[str, Range]] = {}
-    _written: ClassVar[int | None] = None
-    """When the class's file was written, as it was imported."""
+    _source: ClassVar[int | None] = None
+    """A hash of the class's file, as it was imported."""
     lockstep: ClassVar[bool] = False
     """Whether all ranks evaluate equally many batches of equal size, for a `measure` that talks to
     other ranks. Fewer samples than there are ranks may be left out."""
@@ -322,7 +322,7 @@ class Experiment:
             ):
                 raise TypeError(f"{cls.__name__}.{field.name} needs a default value")
         _check_names(cls)
-        cls._written = _written(cls)
+        cls._source = _source(cls)
 
     def __post_init__(self) -> None:
         _require_groups(self)
@@ -502,18 +502,18 @@ def _require_groups(owner: Any) -> None:
 
 
 def is_outdated(cls: type[Experiment]) -> bool:
-    """Return whether a file that defines the class or a base was written since its import."""
+    """Return whether a file that defines the class or a base was edited since its import."""
     return any(
-        issubclass(base, Experiment) and base._written != _written(base)
+        issubclass(base, Experiment) and base._source != _source(base)
         for base in cls.__mro__[: cls.__mro__.index(Experiment)]
     )
 
 
-def _written(cls: type) -> int | None:
-    """Return when the file that defines a class was written; None without a file."""
+def _source(cls: type) -> int | None:
+    """Return a hash, for this process, of the file that defines a class; None without a file."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     try:
-        return None if file is None else Path(file).stat().st_mtime_ns
+        return None if file is None else hash(Path(file).read_bytes())
     except OSError:  # As of a module in a ZIP file.
         return None
 

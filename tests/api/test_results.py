@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,24 @@ def test_checkpoints_are_loaded_by_step(tmp_path: Path) -> None:
     (target / "state.pt").write_bytes(b"cut")
     with pytest.raises(rankzero.UserError, match="truncated or altered"):
         run.load_checkpoint(2)
+
+
+def test_experiment_of_an_edited_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    text = "import rankzero\nclass P(rankzero.Experiment): ...\n"
+    file = tmp_path / "edited_later.py"
+    file.write_text(text)
+    folder = make_folder(tmp_path, experiment_file=str(file))
+    write_config(folder, experiment_file.load(str(file))())
+    append(folder, started(), ended())
+    run = rankzero.run(folder.path.name, dir=tmp_path)
+    file.write_text(text)  # as a notebook's cell does that runs again
+    run.experiment()
+    file.write_text(f"{text}# edited\n")
+    with pytest.raises(rankzero.UserError, match=r"\.py was edited since .* restart"):
+        run.experiment()
 
 
 def test_run_returns_its_best_model(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from rankzero import Train, config, experiment_file
 from rankzero.errors import UserError
+from rankzero.experiment import is_outdated
 from rankzero.launch.request import refuse_new
 from rankzero.lightning_module.experiment import adopt
 from rankzero.lightning_module.steps_and_log import TrainerStub
@@ -280,3 +281,5 @@ def test_only_the_module_that_is_asked_for_must_fit_the_loop(
     if other:
         with pytest.raises(UserError, match=r"name one, .*:Net or .*:Other"):
             experiment_file.load(str(file))
+    file.write_text(PARTS + "# edited")
+    assert is_outdated(experiment_file.load(f"{file}{name}"))

@@ -168,7 +168,10 @@ class Run:
         return metric_table.system(self._folder)
 
     def experiment(self) -> Experiment:
-        """Return the experiment with the run's settings, from its file as the file is now."""
+        """Return the experiment with the run's settings, from its file as the file is now.
+
+        Raises UserError if the file was edited since this program imported it.
+        """
         # Imported here, because it imports PyTorch. The tables above need none.
         from rankzero.training.checkpoints.best_model import experiment_of
 

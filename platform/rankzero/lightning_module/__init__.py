@@ -12,6 +12,8 @@ from rankzero.experiment import Experiment
 
 IGNORED = "_ignored_hooks"
 """The attribute of an experiment's class with the text of `ignored_hooks`."""
+# One for each module, so that `is_outdated` compares with the file as it was at the first call.
+_adopted: dict[type[Any], type[Experiment]] = {}
 _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")  # Lightning has two package names.
 
 
@@ -38,7 +40,9 @@ def as_experiment(chosen: type[Any], module: ModuleType) -> type[Experiment]:
     from rankzero.lightning_module.experiment import adopt
 
     data_modules = list(_defined_in(module, "LightningDataModule").values())
-    return adopt(chosen, data_modules, vars(module))
+    if chosen not in _adopted:
+        _adopted[chosen] = adopt(chosen, data_modules, vars(module))
+    return _adopted[chosen]
 
 
 def ignored_hooks(experiment: type[Experiment]) -> str:

@@ -23,7 +23,7 @@ from rankzero import experiment_file
 from rankzero.catalog import command_lines, lookup
 from rankzero.config import ConfigError
 from rankzero.errors import UserError
-from rankzero.experiment import Experiment, Goal
+from rankzero.experiment import Experiment, Goal, is_outdated
 from rankzero.launch.process_name import set_process_name
 from rankzero.launch.request import with_saved
 from rankzero.mlflow_store.uris import RunGone
@@ -142,7 +142,12 @@ def experiment_of(folder: RunFolder) -> Experiment:
     # A file among the runs may have been downloaded with a run.
     if may_be_foreign(reference, folder.root):
         raise UserError(f"{reference} lies among the runs: what came with a run is not executed")
-    return with_saved(experiment_file.load(reference)(), folder)
+    cls = experiment_file.load(reference)
+    if is_outdated(cls):
+        raise UserError(
+            f"{reference} was edited since this program imported it: restart the program or kernel"
+        )
+    return with_saved(cls(), folder)
 
 
 def load_best(folder: RunFolder) -> nn.Module:
