@@ -384,6 +384,27 @@ def test_name_is_another_spelling_of_run_name(verb: str, called: list[str], tmp_
     assert called[called.index("--run-name") + 1] == "named"
 
 
+@pytest.mark.parametrize(("slurm", "options"), [(True, {}), (False, {"nnodes": 2})])
+def test_several_machines_need_a_name(
+    slurm: bool,
+    options: dict[str, int],
+    called: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tiny import Tiny
+
+    step = {"ID": "0", "NUM_TASKS": "2", "NUM_NODES": "2", "NODELIST": "n[1-2]"}
+    for name, value in step.items() if slurm else ():
+        monkeypatch.setenv(f"SLURM_STEP_{name}", value)
+    monkeypatch.setenv("SLURM_NODEID", "1")
+    with pytest.raises(rankzero.UserError, match="give run_name="):
+        rankzero.train(Tiny(), dir=tmp_path, **options)
+    assert not called
+    assert rankzero.train(Tiny(), dir=tmp_path, run_name="named", **options) == "named"
+    rankzero.train(Tiny(), dir=tmp_path, nnodes=1)
+
+
 def test_import_of_the_api_imports_nothing_heavy(tmp_path: Path) -> None:
     program = (
         "import sys, time, rankzero\n"

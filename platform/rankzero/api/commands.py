@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from rankzero.api import notebook, results
 from rankzero.config.values import render
 from rankzero.errors import FAILED, FINISHED, NOT_DELIVERED, RESUMABLE, USAGE, RunFailed, UserError
 from rankzero.experiment import Experiment, Goal, Train, is_outdated
+from rankzero.launch import machines
 from rankzero.launch.request import with_secrets
 from rankzero.launch.signals import handled_signals
 from rankzero.mlflow_store.server import has_screen
@@ -195,6 +197,8 @@ def _run(verb: str, experiment: Experiment, run_name: str | None, **options: Any
         raise UserError(
             f"run_name={run_name!r} and name={other!r} are one option: give one of them"
         )
+    if not (run_name or other) and _is_one_of_several(options):
+        raise UserError("several machines need one name for the run: give run_name='NAME' on each")
     name = run_name or other or new_name(runs, "" if verb == "train" else verb)
     words += ["--run-name", name, *_options(**options)]
     if verb == "train" and notebook.is_running():
@@ -206,6 +210,16 @@ def _run(verb: str, experiment: Experiment, run_name: str | None, **options: Any
         _call(words, showing=shown and sys.stdout.isatty())
     # Somebody may have given another run this name in MLflow meanwhile.
     return results.Run(RunFolder(runs / name))
+
+
+def _is_one_of_several(options: Mapping[str, Any]) -> bool:
+    """Return whether the command trains with those that other machines start."""
+    if options.get("slurm") or options.get("ray"):
+        return False  # it starts them itself
+    count = options.get("nnodes") or os.environ.get(f"{machines.OF_TORCHRUN}NNODES")
+    if count:
+        return str(count) != "1"
+    return machines.of_slurm(os.environ, typed=machines.is_typed()) is not None
 
 
 def _varied(over: Mapping[str, Iterable[Any]]) -> list[str]:
