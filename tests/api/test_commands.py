@@ -279,6 +279,12 @@ def test_a_stopped_search_has_no_result_for_the_caller() -> None:
         )
 
 
+def test_killed_command_is_named_and_not_its_notes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(rankzero.RunFailed, match=r"^the command ended with exit code -9$"):
+        commands._check(-9, "note: mlruns was moved\n")
+    assert capsys.readouterr().err == "note: mlruns was moved\n"
+
+
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The words of the command that the test's call would have run."""

@@ -385,6 +385,8 @@ def _check(code: int, errors: str, *, stopped_fails: bool = False) -> None:
     """Print what the command noted. Raise its error with the text that the command printed."""
     # The error comes last. Its text may quote another error, but not at the start of a line.
     notes, _, message = f"\n{errors}".rpartition("\nerror: ")
+    if code < 0:  # by a signal, such as the kernel's when the memory is full
+        notes, message = f"\n{errors}", ""
     # A stopped run has a checkpoint, which the caller wants. A stopped search has no verdict.
     fails = code not in (FINISHED, NOT_DELIVERED) and (stopped_fails or code != RESUMABLE)
     print(notes[1:] if fails else errors, end="", file=sys.stderr)
