@@ -79,7 +79,11 @@ def test_no_file_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ("stem", "name"),
     [("experiment", "MyExperiment"), ("vision", "Vision"), ("1st", "My1st"), ("none", "MyNone")],
 )
-def test_a_class_has_a_name_of_its_own(stem: str, name: str, tmp_path: Path) -> None:
-    path = tmp_path / f"{stem}.py"
-    assert main(["init", str(path)]) == 0
+def test_a_class_has_a_name_of_its_own(
+    stem: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "mine" / f"{stem}.py"
+    assert main(["init", f"mine/{stem}.py"]) == 0
+    assert f"rankzero train mine/{stem}.py " in path.read_text()
     assert experiment_file.load(str(path)).__name__ == name

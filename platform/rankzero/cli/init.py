@@ -60,7 +60,8 @@ def _text(template: str, path: Path) -> str:
     if not is_legal or re.search(rf"\b{name}\b", text.replace(head, "")):
         name = f"My{name}"
     # With spaces, because the text may import from lightning.pytorch.
-    text = text.replace(f" {source.name} ", f" {shlex.quote(path.name)} ")
+    file = path.name if path.is_absolute() else str(path)
+    text = text.replace(f" {source.name} ", f" {shlex.quote(file)} ")
     return text.replace(head, f"class {name}(")
 
 
