@@ -78,6 +78,11 @@ def test_mixin_in_front_of_its_base_gives_values() -> None:
     assert BigBase(width=3).width == 3 and Base().width == 8
 
 
+def test_two_fields_with_one_key_are_refused() -> None:
+    with pytest.raises(TypeError, match="two settings with the key lr: rename one"):
+        type("Twice", (Experiment,), {"__annotations__": {"lr_": float}, "lr_": 7.0})
+
+
 def test_an_inherited_field_may_have_a_type_that_its_module_lacks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
