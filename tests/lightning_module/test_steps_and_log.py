@@ -105,6 +105,7 @@ class Base:
         learning_rate: float = 0.5,
         act: Literal["relu", "gelu"] = "relu",
         extra: Any = None,
+        depth: int = None,  # type: ignore[assignment]  # noqa: RUF013
         data: str = "x",
         batch_size: int = 32,
         **rest: Any,
@@ -117,6 +118,7 @@ def test_arguments_with_a_text_form_are_settings() -> None:
     assert fields == {
         "width": (int, 8),
         "act": (Literal["relu", "gelu"], "relu"),
+        "depth": (int | None, None),
         "data_": (str, "x"),
     }
     assert init_arguments.learning_rate(Base) == 0.5

@@ -53,6 +53,8 @@ def fields_of(classes: Iterable[type[Any]]) -> dict[str, tuple[Any, Any]]:
             hints = typing.get_type_hints(cls.__init__)
         for name, default in _defaults_of(cls).items():
             kind = hints.get(name, type(default))
+            if default is None:  # as in ``hidden: int = None``
+                kind = typing.Optional[kind]  # noqa: UP045 (a type may have no |)
             if name not in _NO_FIELDS and is_setting_type(kind):
                 fields.setdefault(_field_of(name), (kind, default))
     return fields
