@@ -197,9 +197,7 @@ def _run(verb: str, experiment: Experiment, run_name: str | None, **options: Any
         raise UserError(
             f"run_name={run_name!r} and name={other!r} are one option: give one of them"
         )
-    if not (run_name or other) and _is_one_of_several(options):
-        raise UserError("several machines need one name for the run: give run_name='NAME' on each")
-    name = run_name or other or new_name(runs, "" if verb == "train" else verb)
+    name = run_name or other or _drawn_name(verb, runs, options)
     words += ["--run-name", name, *_options(**options)]
     if verb == "train" and notebook.is_running():
         with notebook.progress(RunFolder(runs / name), experiment.goal):
@@ -212,14 +210,17 @@ def _run(verb: str, experiment: Experiment, run_name: str | None, **options: Any
     return results.Run(RunFolder(runs / name))
 
 
-def _is_one_of_several(options: Mapping[str, Any]) -> bool:
-    """Return whether the command trains with those that other machines start."""
-    if options.get("slurm") or options.get("ray"):
-        return False  # it starts them itself
+def _drawn_name(verb: str, runs: Path, options: Mapping[str, Any]) -> str:
+    """Return a new name for a run. Raises UserError where other machines would draw another."""
     count = options.get("nnodes") or os.environ.get(f"{machines.OF_TORCHRUN}NNODES")
-    if count:
-        return str(count) != "1"
-    return machines.of_slurm(os.environ, typed=machines.is_typed()) is not None
+    # With these, the command starts the other machines itself.
+    if not (options.get("slurm") or options.get("ray")):
+        step = None if count else machines.of_slurm(os.environ, typed=machines.is_typed())
+        if step or str(count or 1) != "1":
+            raise UserError(
+                "several machines need one name for the run: give run_name='NAME' on each"
+            )
+    return new_name(runs, "" if verb == "train" else verb)
 
 
 def _varied(over: Mapping[str, Iterable[Any]]) -> list[str]:
