@@ -28,6 +28,7 @@ from rankzero.tracking import delivery_status
 from rankzero.training.checkpoints import best_model
 from support.commands import TINY, Command
 from support.runs import append, ended, make_folder, started, stuck
+from support.webhook import Webhook
 
 
 @dataclasses.dataclass
@@ -35,6 +36,7 @@ class Told:
     """A console that keeps what it is told."""
 
     ended: RunEnded | None
+    is_first: bool | None = True
     notices: list[str] = dataclasses.field(default_factory=list)
 
     def notice(self, text: str) -> None:
@@ -62,10 +64,14 @@ def plan_of(folder: RunFolder, processes: int = 1) -> launch_run.LaunchPlan:
 
 
 def finish(
-    folder: RunFolder, hurried: Callable[[], bool] = lambda: False, *, seen: bool = True
+    folder: RunFolder,
+    hurried: Callable[[], bool] = lambda: False,
+    *,
+    seen: bool = True,
+    is_first: bool = True,
 ) -> list[str]:
     """Let the command wait for the delivery; return its notices. `seen`: whether it saw the end."""
-    console = Told(ended() if seen else None)
+    console = Told(ended() if seen else None, is_first)
     plan = plan_of(folder)
     experiment = config.override(plan.experiment, {"train.mlflow.log_model": True})
     tried = dataclasses.replace(plan, experiment=experiment)
@@ -73,9 +79,11 @@ def finish(
     return console.notices
 
 
-def without_rank_zero(folder: RunFolder, *, stopped: bool) -> tuple[int, list[str]]:
+def without_rank_zero(
+    folder: RunFolder, *, stopped: bool, is_first: bool | None = True
+) -> tuple[int, list[str]]:
     """Report a launch whose ranks did not come up; return the exit code and what is said."""
-    console = Told(None)
+    console = Told(None, is_first)
     plan = plan_of(folder)
     result = agent.LaunchResult("FAILED", "stopped by SIGTERM before it began")
     code = launch_run._report_without_attempt(plan, result, console, stopped=stopped)  # type: ignore[arg-type]
@@ -92,6 +100,19 @@ def test_resume_that_is_stopped_early_leaves_the_run_unchanged(tmp_path: Path) -
     with pytest.raises(RunFailed, match="before it began; see"):
         without_rank_zero(run, stopped=False)
     assert (run.path / "run.json").exists()
+
+
+def test_one_failure_of_several_machines_is_one_message(
+    tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANKZERO_NOTIFY", webhook.address)
+    for is_first in (False, None):
+        run = make_folder(tmp_path / str(is_first))
+        for _ in range(2):  # two machines that share the folder
+            with pytest.raises(RunFailed):
+                without_rank_zero(run, stopped=False, is_first=is_first)
+    ((_, news),) = webhook.got
+    assert news["run"] == run.path.name, "machines that met no other send their own"
 
 
 def test_folder_that_is_gone_after_a_training_fails_the_command(tmp_path: Path) -> None:
@@ -266,6 +287,13 @@ def test_a_run_without_checkpoints_has_no_best_model_to_log(folder: RunFolder) -
     checkpoint_files.folder_of(folder.checkpoints, 1).rmdir()
     finish(folder, lambda: True)
     assert not folder.late_model.exists()
+
+
+def test_the_machine_that_shows_a_run_logs_its_best_model(folder: RunFolder) -> None:
+    finish(folder, lambda: True, is_first=False)
+    assert not folder.late_model.exists()
+    finish(folder, lambda: True)
+    assert folder.late_model.exists()
 
 
 def test_sync_delivers_what_a_command_did_not_wait_for(rankzero: Command) -> None:

@@ -58,8 +58,6 @@ class LaunchPlan:
     tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Tags of the MLflow run, besides those of its provenance."""
     resumes: bool = False
-    joined: bool = False
-    """Whether another machine created the run's folder, and does what only one machine does."""
     offline: bool = False
     """Whether the run is only recorded; nothing talks to MLflow."""
     shows_progress: bool = True
@@ -165,21 +163,27 @@ def _report_without_attempt(
         again = command_lines.line(folder.root, "sync", folder.path.name)
         why = f"{folder.path} was moved or deleted during the training"
         raise RunFailed(f"{why}: move it back, then {again}")
+    first = failures.first(folder.failures)
+    reason, is_left = first.reason if first else result.reason, stopped and resumable
+    if result.status == "FAILED" and not is_left and not plan.is_part:
+        _notify(folder, reason, console)
     # Without its identity the folder is not listed as a run. Its logs stay for the user.
     if not folder.has_begun:
         (folder.path / "run.json").unlink(missing_ok=True)
     if result.status != "FAILED":
         return FINISHED if result.status == "FINISHED" else RESUMABLE
-    first = failures.first(folder.failures)
-    reason = first.reason if first else result.reason
-    if not (stopped and resumable):
-        if (webhook := os.environ.get(NOTIFY)) and not plan.is_part:
-            # No recorder knows of it.
-            unsent = notification.post(webhook, notification.news_of(folder, reason))
-            console.notice(unsent or "sent a notification")
+    if not is_left:
         raise RunFailed(f"{reason}; see {folder.path / 'logs'}")
     console.notice(f"{reason}: {folder.path.name} is unchanged")
     return RESUMABLE
+
+
+def _notify(folder: RunFolder, reason: str, console: Console) -> None:
+    """Send that a launch failed, of which no recorder knows, unless another machine sends it."""
+    webhook, is_known = os.environ.get(NOTIFY), (folder.path / "run.json").exists()
+    if webhook and is_known and console.is_first is not False:
+        unsent = notification.post(webhook, notification.news_of(folder, reason))
+        console.notice(unsent or "sent a notification")
 
 
 def stops_waiting(
@@ -204,7 +208,7 @@ def _finish_delivery(plan: LaunchPlan, console: Console, hurried: Callable[[], b
     from rankzero.training.checkpoints import best_model
 
     folder, until = plan.folder, time.monotonic() + patience().seconds
-    logs_model = _logs_model(plan)
+    logs_model = _logs_model(plan, console)
     also = ["the best model"] if logs_model else []
     with best_model.LoggingProcess(folder) if logs_model else contextlib.nullcontext() as process:
         with console.status("delivering to MLflow"):
@@ -219,18 +223,18 @@ def _finish_later(plan: LaunchPlan, console: Console, hurried: Callable[[], bool
     from rankzero.training.checkpoints import best_model
 
     delivery_status.wait_for_recorder(plan.folder, hurried)
-    if _logs_model(plan):
+    if _logs_model(plan, console):
         best_model.mark_unlogged(plan.folder, True)
     if not plan.is_part:
         console.notice(delivery_notes.offline_note(plan.folder))
 
 
-def _logs_model(plan: LaunchPlan) -> bool:
+def _logs_model(plan: LaunchPlan, console: Console) -> bool:
     # From the journal, not from the console, which may have failed to show it: its reader may go.
     ended = lookup.last_end(plan.folder)
     finished = ended is not None and ended.status == "FINISHED"
     wanted = plan.experiment.train.mlflow.log_model and _has_checkpoint(plan.folder)
-    return finished and wanted and not plan.joined
+    return bool(finished and wanted and console.is_first)
 
 
 def _report(plan: LaunchPlan, result: agent.LaunchResult, console: Console) -> int:

@@ -123,7 +123,6 @@ def continue_run(
             topology,
             tags=options.tags_of(arguments) if given else {},
             resumes=given is None or checkpoint is not None,
-            joined=lives,
             offline=offline,
         )
         return launch_run.run(plan)

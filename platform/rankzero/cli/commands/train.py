@@ -67,7 +67,6 @@ def run(arguments: argparse.Namespace) -> int:
             experiment,
             topology,
             tags=options.tags_of(arguments),
-            joined=joined,
             offline=arguments.offline,
             shows_progress=not arguments.no_progress,
         )

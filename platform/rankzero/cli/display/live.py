@@ -54,7 +54,7 @@ class Console:
     ) -> None:
         """`is_first`: whether this machine shows the run; None until `joined` is called."""
         self._folder, self._rank, self._advise = folder, rank, advise
-        self._is_first = is_first
+        self.is_first = is_first
         self._terminal = text_console()  # metrics and paths may contain brackets
         self._progress = ProgressModel(goal)
         self._journals = (folder.system(0), folder.events)
@@ -70,16 +70,16 @@ class Console:
         self.ended: RunEnded | None = None
 
     def __enter__(self) -> Console:
-        if self._is_first:
+        if self.is_first:
             self._print_head()
         self._thread.start()
         return self
 
     def joined(self, number: int) -> None:
         """Show the run if this machine is the first of several, else nothing but errors."""
-        if self._is_first is None and number == 0:
+        if self.is_first is None and number == 0:
             self._print_head()
-        self._is_first = number == 0
+        self.is_first = number == 0
 
     def _print_head(self) -> None:
         identity = self._folder.identity
@@ -104,7 +104,7 @@ class Console:
 
     def notice(self, text: str) -> None:
         """Print a note, but not if another machine shows the run."""
-        if self._is_first is False:
+        if self.is_first is False:
             return
         self._terminal.print(Text.assemble(("note:", "yellow"), " ", text))
 
@@ -116,7 +116,7 @@ class Console:
 
     def result(self, ended: RunEnded) -> None:
         """Print how the run ended and what to do next, but not if another machine shows it."""
-        if self._is_first is False:
+        if self.is_first is False:
             return
         name = self._folder.identity.name
         title = f"{name}: {ended.status}"
@@ -144,7 +144,7 @@ class Console:
             self._update(ended=True)
 
     def _update(self, *, ended: bool = False) -> None:
-        if not self._is_first:
+        if not self.is_first:
             return
         self._print_new_output(ended=ended)
         for path in self._journals:
