@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 from rankzero.events import (
     Evaluated,
@@ -47,7 +48,8 @@ class FakeLauncher:
         self.watts = watts
         self.jitter, self.seconds = jitter, 0.0
         self.fate, self.best_lr, self.critical, self.full = fate, best_lr, critical, full
-        self._moment = 0
+        self._moment, self.device = 0, ""
+        self.host = SimpleNamespace(is_closed=False, close=self._close)
         self.started: list[Experiment] = []
         self.running: list[FakeRunning] = []
 
@@ -63,6 +65,9 @@ class FakeLauncher:
             )
         )
         return self.running[-1]
+
+    def _close(self) -> None:
+        self.host.is_closed = True
 
     @property
     def most_at_once(self) -> int:
@@ -170,7 +175,15 @@ class FakeRunning:
         batch = self.experiment.train.batch_size
         together = self.devices / (1 + 0.2 * (self.devices - 1))
         speed = together * self.launcher.speed(self.experiment)
-        yield [RunStarted(0.0, {}, {}, 1, total_steps=EPOCHS * SAMPLES // batch)]
+        yield [
+            RunStarted(
+                0.0,
+                {},
+                {"rankzero.gpu": self.launcher.device},
+                1,
+                total_steps=EPOCHS * SAMPLES // batch,
+            )
+        ]
         if self.fate == "hang":
             yield [RunEnded(1.0, "FAILED", self.asked[0], None, {})]
             return

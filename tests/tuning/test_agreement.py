@@ -154,6 +154,13 @@ def test_a_helper_with_another_objective_is_refused(study: Study, options: Searc
         check_space(study, SPACE_OF_MINE, options)
 
 
+def test_a_helper_with_another_kind_of_device_is_refused(study: Study) -> None:
+    on_a100, on_h100 = (dataclasses.replace(SPACE_OF_MINE, device=one) for one in ("A100", "H100"))
+    agree_on_space(study, on_a100, [], SearchOptions())
+    with pytest.raises(UserError, match=r"on A100, this command .* on H100: .* kind of device"):
+        check_space(study, on_h100, SearchOptions())
+
+
 def test_a_helper_with_another_space_is_refused(study: Study) -> None:
     agree_on_space(study, SPACE_OF_MINE, [], SearchOptions())
     other = dataclasses.replace(SPACE_OF_MINE, extras={"width": Choice(8, 16)})

@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from rankzero.tuning import members, next_trial
 from rankzero.tuning.next_trial import ended, upcoming
 from rankzero.tuning.options import PRUNERS, SAMPLERS, Pruner, Sampler, SearchOptions
 from rankzero.tuning.reports.study_run import texts_of
-from rankzero.tuning.session import EARLIER, FIRST, Session
+from rankzero.tuning.search import _sentence
+from rankzero.tuning.session import DEVICE_KINDS, EARLIER, FIRST, Session
 from rankzero.tuning.space import (
     BATCH_INDEX,
     DEVICES,
@@ -813,6 +815,22 @@ def test_trials_side_by_side_repeat_no_configuration(search: Searcher) -> None:
     assert len(configurations) == len(set(configurations)) == 12
     assert launcher.most_at_once == 3 and found.beaten
     assert {running.closed for running in launcher.running} == {True} and not of(study, "RUNNING")
+
+
+def test_one_host_of_a_cluster_confirms_and_another_kind_of_device_is_named(
+    tmp_path: Path,
+) -> None:
+    study, launchers, lines = opened(tmp_path), [FakeLauncher(), FakeLauncher()], list[str]()
+    launchers[0].device, launchers[1].device = "A100", "H100"
+    options = SearchOptions(trials=6)
+    found = Session(study, SPACE, launchers, options, lines.append, is_spread=True).run()
+    confirms = [any(one.train.seed >= 1000 for one in by.started) for by in launchers]
+    assert sorted(confirms) == [False, True] and launchers[confirms.index(False)].host.is_closed
+    (line,) = [one for one in lines if "accelerator_type" in one]
+    assert "configuration ran on A100, and other trainings on H100" in line
+    assert study.facts[DEVICE_KINDS] == ["A100", "H100"]
+    setup = SimpleNamespace(space=SPACE, options=options)
+    assert _sentence(setup, study, found).endswith(line)  # type: ignore[arg-type]
 
 
 def test_ctrl_c_stops_all_running_trials_and_a_resume_repeats_them(search: Searcher) -> None:

@@ -85,6 +85,7 @@ def agree_on_space(
             "lr_choice": isinstance(space.factors, Choice),
             "devices": space.devices,
             "machines": space.machines,
+            "device": space.device,
             "settings": _settings(space, options),
         }
         study.note(SPACE, fact)
@@ -117,8 +118,10 @@ def _fitting(measured: Sequence[ProbeResult], strategy: str) -> dict[str, int]:
 
 def check_space(study: Study, space: Space, options: SearchOptions) -> Space:
     """Return the space that the leader stored. Raises UserError if this process has another."""
-    found, agreed = _stored_space(study, space), study.facts[SPACE]["signature"]
-    if (own := _signature(found, options)) != agreed:
+    found, fact = _stored_space(study, space), study.facts[SPACE]
+    # A study of an older version has no device.
+    agreed = f"{fact['signature']} on {fact.get('device', space.device)}"
+    if (own := f"{_signature(found, options)} on {space.device}") != agreed:
         raise UserError(
             f"study {study.name} searches {agreed}, this command {own}: all processes that share "
             "a study need the same experiment, settings, --nproc and --objective, and the same "

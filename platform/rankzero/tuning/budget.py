@@ -24,6 +24,7 @@ class Budget:
     """The time and the trials of a search.
 
     `already_seconds`: spent before, for instance on the probe map. `side_by_side`: trials at once.
+    `is_spread`: confirmation runs follow each other.
     """
 
     def __init__(
@@ -34,11 +35,13 @@ class Budget:
         clock: Callable[[], float],
         already_seconds: float,
         side_by_side: int,
+        is_spread: bool = False,
     ) -> None:
         self._study, self._space, self._options = study, space, options
         self._most_trials = math.inf if options.trials is None else options.trials
         self._most_seconds = math.inf if options.minutes is None else 60 * options.minutes
         self._side_by_side = side_by_side
+        self._confirmed_at_once = 1 if is_spread else side_by_side
         self._clock, self._started = clock, clock()
         self._kept = float(study.facts.get(SECONDS, 0.0))
         self._spent, self._follows = self._kept + already_seconds, False
@@ -163,7 +166,7 @@ class Budget:
 
     def _together(self, each: Sequence[float]) -> float:
         """Return the estimated seconds of runs that are started at once, from those of each."""
-        return _MARGIN * max(*each, sum(each) / self._side_by_side, 0.0)
+        return _MARGIN * max(*each, sum(each) / self._confirmed_at_once, 0.0)
 
     def _each_seconds(self, candidates: Sequence[Trial]) -> list[float]:
         """Return the estimated seconds to train each of these on a new seed."""

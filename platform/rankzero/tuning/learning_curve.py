@@ -46,10 +46,13 @@ class LearningCurve:
     sampled_before: float | None = None
     """The times of the last sample, and of the last one before the first report of steps."""
     batch_size: int = 0
+    device: str = ""
+    """The kind of device, as the run notes it."""
 
     def __call__(self, event: Event) -> None:
         match event:
-            case RunStarted():
+            case RunStarted(environment=noted):
+                self.device = noted.get("rankzero.gpu") or noted.get("rankzero.device", "")
                 # A trial may begin again with a smaller micro-batch.
                 self.ended, self.total_steps = None, event.total_steps
             case StepsLogged(steps=steps, metrics=metrics):

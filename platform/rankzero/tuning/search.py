@@ -39,10 +39,11 @@ from rankzero.tuning.agreement import (
 )
 from rankzero.tuning.budget import SECONDS
 from rankzero.tuning.options import SearchOptions
+from rankzero.tuning.places.remote_host import RemoteHost
 from rankzero.tuning.probe import probe_map, speed_knobs
 from rankzero.tuning.probe.probe_map import Probe
 from rankzero.tuning.reports.study_run import StudyRun, texts_markdown, trials_markdown
-from rankzero.tuning.session import EARLIER, FIRST, TARGET, Session
+from rankzero.tuning.session import DEVICE_KINDS, EARLIER, FIRST, TARGET, Session
 from rankzero.tuning.space import BATCH, LR, Space, settings_text
 from rankzero.tuning.study import OWNER, Study, decided_studies, find_study, open_study
 from rankzero.tuning.trials.describe import ExperimentDescription
@@ -51,7 +52,7 @@ from rankzero.tuning.trials.launcher import TrainLauncher
 from rankzero.tuning.verdict.confirm import DISTURBED, MIXED, sound
 from rankzero.tuning.verdict.cost import DeviceResult, device_result
 from rankzero.tuning.verdict.decide import Candidate, Verdict
-from rankzero.tuning.verdict.sentence import sentence
+from rankzero.tuning.verdict.sentence import different_devices, sentence
 
 _PARENT, PRICE = "parent", "price"
 """Facts of a study: its run in MLflow, and the price of a device for an hour."""
@@ -206,7 +207,15 @@ def _decide(setup: SearchSetup, study: Study, run: StudyRun) -> SearchOutcome:
         run.log_trials(study.known)
 
     spent, launchers = time.monotonic() - began, _launchers(setup, run)
-    session = Session(study, space, launchers, setup.options, notify, already_seconds=spent)
+    session = Session(
+        study,
+        space,
+        launchers,
+        setup.options,
+        notify,
+        already_seconds=spent,
+        is_spread=isinstance(setup.hosts[0], RemoteHost),
+    )
     verdict = session.run()
     setup = dataclasses.replace(setup, use=_use(setup, verdict))
     confirmed, price = sound(study.facts), study.facts.get(PRICE)
@@ -435,4 +444,6 @@ def _sentence(setup: SearchSetup, study: Study, verdict: Verdict) -> str:
     )
     if setup.options.sampler == "grid" and (left := study.untried_cells()):
         text += f" The grid has {len(left)} cells that were not tried, such as {left[0]}."
+    if len(devices := facts.get(DEVICE_KINDS, ())) > 1:
+        text += f" {different_devices(devices)}"
     return text

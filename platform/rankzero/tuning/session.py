@@ -30,11 +30,14 @@ from rankzero.tuning.trials.launcher import TrainLauncher
 from rankzero.tuning.verdict import confirm
 from rankzero.tuning.verdict.confirm import CONFIRMATIONS, DISTURBED, MIXED
 from rankzero.tuning.verdict.decide import LOOKS, Verdict, decide, second_look
+from rankzero.tuning.verdict.sentence import different_devices
 
 FIRST, EARLIER = "first", "earlier"
 """Facts of a study: the parameters to try first, and the best ones of an earlier study."""
 TARGET = "target"
 """A fact of a study: the quality that trials must reach."""
+DEVICE_KINDS = "device_kinds"
+"""A fact of a study: the kinds of device whose times it has, that of the reference first."""
 _TRIALS_ENDED = "trials_ended"
 """A fact of a study: the leader that starts no trials any more, and wants none of helpers."""
 _MOST_REPEATS = 50  # draws of known configurations in a row, before the space counts as exhausted
@@ -61,6 +64,7 @@ class Session:
     """One process's part in a search.
 
     `notify`: prints a line. `already_seconds`: spent before, on the probe map for instance.
+    `is_spread`: each launcher may have another machine, so one of them confirms.
     """
 
     def __init__(
@@ -72,11 +76,13 @@ class Session:
         notify: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         already_seconds: float = 0.0,
+        *,
+        is_spread: bool = False,
     ) -> None:
         self._study, self._space, self._options, self._notify = study, space, options, notify
         self._pool = TrialPool(launchers, options.silence_seconds, option="--silence-seconds")
-        self._clock = clock
-        self._budget = Budget(study, space, options, clock, already_seconds, len(launchers))
+        self._clock, self._is_spread, count = clock, is_spread, len(launchers)
+        self._budget = Budget(study, space, options, clock, already_seconds, count, is_spread)
         self._guesses, self._earlier = first_guesses(study)
         self._repeats, self._losses = 0, Counter[str]()
         self._abandoned = 0
@@ -171,6 +177,7 @@ class Session:
 
         def ended(result: TrialResult | None) -> None:
             if result is not None and not result.was_lost:
+                self._note_device(result)
                 self._study.note(REFERENCE_SECONDS, self._clock() - began)
                 if result.state == "PRUNED" and reference.goal.target is not None:
                     is_quality = objective.name == "quality"
@@ -288,6 +295,8 @@ class Session:
         `results`: of each seed; none if it was interrupted. A trial that is best by luck would stop
         all later ones too early, and be confirmed in place of better ones.
         """
+        if results:
+            self._note_device(results[-1])
         # Other processes may have found a better one, or may have taken this one for dead.
         trials, objective = self._study.trials(), self._objective
         parameters = trials[number].parameters
@@ -355,6 +364,15 @@ class Session:
             line += f"  {shown(facts['samples_per_second'])} samples/s"
         self._notify(f"{line}  {result.reason}")
 
+    def _note_device(self, result: TrialResult) -> None:
+        """Note the kind of device of a timed training, and print it if it is another one."""
+        device, known = result.curve.device, self._study.facts.get(DEVICE_KINDS, [])
+        is_timed = result.state != "FAIL" and self._objective.is_timed(result.curve)
+        if is_timed and device and device not in known:
+            self._study.note(DEVICE_KINDS, [*known, device])
+            if known:
+                self._notify(different_devices([*known, device]))
+
     def _abandon(self, number: int, reason: str, facts: Mapping[str, Any] | None = None) -> None:
         facts = {"run": self._label(number), "reason": reason, **(facts or {})}
         self._study.tell(number, "FAIL", None, {}, facts)
@@ -381,6 +399,8 @@ class Session:
         members.require_lead(self._study)
         if reference is None or not challengers:
             return
+        if self._is_spread:
+            self._pool.keep_one()
         challengers = self._that_fit(reference, challengers)
         self._train_rounds([reference, *challengers], range(seeds))
         self._repeat_disturbed([reference, *challengers])
@@ -490,6 +510,7 @@ class Session:
             if unmeasured:
                 raise UserError(f"{label} was not measured: {result.reason}")
             members.require_lead(self._study)
+            self._note_device(result)
             train = self._space.reference.train
             run = confirm.as_run(trial.number, seed, result, objective, train)
             self._study.note(CONFIRMATIONS, [*self._confirmations(), dataclasses.asdict(run)])

@@ -65,6 +65,8 @@ class Space:
     """In the training set."""
     machines: int = 1
     """The machines of a trial, which have its devices in equal parts."""
+    device: str = ""
+    """The kind of device that this process's trials have."""
     knobs: tuple[str, ...] = ()
     """The knobs of speed that the probe decides."""
     speed: Mapping[str, Any] = dataclasses.field(default_factory=dict)

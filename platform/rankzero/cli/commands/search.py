@@ -256,7 +256,7 @@ def described_space(
     space = make_space(
         reference, found.processes, found.lr_exponent, found.precisions, found.samples, all_counts
     )
-    space = dataclasses.replace(space, machines=found.machines)
+    space = dataclasses.replace(space, machines=found.machines, device=found.device)
     space = knobs.turned(space, arguments.knobs or knobs.defaults(found, space))
     if arguments.knobs and space.knobs and not arguments.probe:
         raise UserError(

@@ -155,6 +155,12 @@ class TrialPool:
         left = iter(jobs)
         self.run(lambda: next(left, None))
 
+    def keep_one(self) -> None:
+        """Use one host from now on, and end the others. Call it while no trial runs."""
+        for launcher in self._free[1:]:
+            launcher.host.close()
+        del self._free[1:]
+
     def _start(self, job: TrialJob) -> None:
         launcher = self._free[0]
         try:

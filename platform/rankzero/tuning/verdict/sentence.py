@@ -63,6 +63,15 @@ def sentence(
     )
 
 
+def different_devices(names: Sequence[str]) -> str:
+    """Return the sentences about times of several kinds of device, that of the reference first."""
+    return (
+        f"Your own configuration ran on {names[0]}, and other trainings on "
+        f"{' and '.join(names[1:])}: their times do not compare. For one kind, give --new and "
+        "`-- --constraint NAME` (Slurm) or `-- accelerator_type=NAME` (Ray)."
+    )
+
+
 def _most_often(
     verdict: Verdict,
     goal: Goal,
