@@ -42,16 +42,19 @@ def script_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_a_dry_run_prints_a_script_that_a_shell_can_read(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(TINY.parent)
+    monkeypatch.setenv("RANKZERO_DIR", "here")
     words = ("lr=0.5", "--nproc", "2", "--name", "first", "--", "--nodes", "2", "--comment", "a b")
-    script = script_of(capsys, *words)
+    assert main(["submit", "--slurm", "--dry-run", TINY.name, *words]) == 0
+    script, root = capsys.readouterr().out, str(TINY.parent / "here")
     subprocess.run(["sh", "-n"], input=script, text=True, check=True)
     assert "#SBATCH --nodes 2 --comment 'a b'\n" in script
-    assert "#SBATCH --job-name=first\n" in script and "/runs/first/checkpoints" in script
+    assert "#SBATCH --job-name=first\n" in script and f"ls {root}/runs/first/checkpoints" in script
     train = next(line for line in script.splitlines() if "rankzero train" in line)
     wanted = f"-P -m rankzero train {TINY} lr=0.5 --nproc 2 --name first --resume-if-there"
-    assert shlex.split(train) == [sys.executable, *wanted.split()]
+    assert shlex.split(train) == [sys.executable, *wanted.split(), "--dir", root]
 
 
 def test_a_job_has_none_of_the_shells_variables_of_torchrun(
@@ -72,7 +75,7 @@ def test_a_job_has_none_of_the_shells_variables_of_torchrun(
 def test_a_job_gets_a_name_that_stays(capsys: pytest.CaptureFixture[str]) -> None:
     script = script_of(capsys, "--resume-if-there")
     name = script.split("#SBATCH --job-name=")[1].split()[0]
-    assert f"--resume-if-there --name {name}\n" in script and "#SBATCH \n" not in script
+    assert f"--resume-if-there --name {name} --dir " in script and "#SBATCH \n" not in script
 
 
 @pytest.mark.parametrize(
