@@ -54,6 +54,16 @@ def test_the_same_command_starts_continues_and_then_leaves_a_run(rankzero: Comma
     assert list(mlflow_runs(rankzero.folder)) == ["again"]
 
 
+@pytest.mark.parametrize(("store", "code"), [((), 0), (("--tracking-uri", "http://[::1]:9"), 74)])
+def test_the_same_command_delivers_what_is_left_if_it_is_to_wait(
+    rankzero: Command, store: tuple[str, ...], code: int
+) -> None:
+    words = (*AGAIN[:-1], "train.steps=4", "train.mlflow.log_model=false", *store)
+    rankzero.succeed(*words, "--offline")
+    assert rankzero(*words, "--wait-delivery=1")[0] == code
+    assert code or tracked(rankzero.runs[0]).status == "FINISHED"
+
+
 @pytest.mark.parametrize("moment", ["before its settings", "before its first checkpoint"])
 def test_a_run_that_was_killed_early_begins_again(rankzero: Command, moment: str) -> None:
     process = rankzero.start(*AGAIN, "step_seconds=0.2", "train.eval_every=30")

@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not incomplete:
         print(f"nothing {'else ' if broken else ''}to deliver: everything is in MLflow")
     away = set[str]()
-    codes = [_deliver(folder, away, is_named=bool(arguments.run)) for folder in incomplete]
+    codes = [deliver(folder, away, is_named=bool(arguments.run)) for folder in incomplete]
     return max([FAILED if broken else FINISHED, *codes])
 
 
@@ -50,8 +50,13 @@ def _lacks(run: Summary) -> bool:
     return late or state.queue.page_update_waits
 
 
-def _deliver(folder: RunFolder, away: set[str], *, is_named: bool) -> int:
-    """Deliver a run and print how it stands. A server that is `away` gets one try."""
+def deliver(
+    folder: RunFolder, away: set[str], *, is_named: bool, seconds: float = GRACE_SECONDS
+) -> int:
+    """Deliver a run and print how it stands; return the exit code.
+
+    It gives up `seconds` after the last progress. A server that is `away` gets one try.
+    """
     name, uri = folder.path.name, folder.identity.tracking_uri
     # To wait for it could take days, and hold up the other runs.
     if run_locks.is_recording(folder) and is_written(folder):
@@ -59,9 +64,7 @@ def _deliver(folder: RunFolder, away: set[str], *, is_named: bool) -> int:
         return FINISHED
     try:
         parts = {one: delivery_status.status(one).pending for one in (folder, *folder.children)}
-        result = sync.deliver(
-            folder, patience=sync.ONE_TRY_SECONDS if uri in away else GRACE_SECONDS
-        )
+        result = sync.deliver(folder, patience=sync.ONE_TRY_SECONDS if uri in away else seconds)
     except (FolderGone, InvalidRunFolder, OSError) as error:
         print(f"{name}: {error}")
         return FAILED

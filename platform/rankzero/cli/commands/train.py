@@ -7,9 +7,10 @@ from pathlib import Path
 
 from rankzero import config, experiment_file
 from rankzero.cli import launch_run, options
-from rankzero.cli.commands import resume
+from rankzero.cli.commands import resume, sync
+from rankzero.cli.display import delivery_notes
 from rankzero.cli.submit import clusters
-from rankzero.errors import FINISHED, UserError
+from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.launch import agent
 from rankzero.launch.machines import ALONE, Machines
@@ -21,6 +22,7 @@ from rankzero.launch.request import (
     write_config,
 )
 from rankzero.mlflow_store import named_runs
+from rankzero.mlflow_store.patience import patience
 from rankzero.run_store.attempt import sole_launcher
 
 
@@ -52,7 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
             return resume.continue_run(known, arguments, machines, experiment)
         except resume.NothingLeft as error:
             print(f"note: {error}")
-            return FINISHED
+            if delivery_notes.exit_code(known):
+                sync.deliver(known, set(), is_named=True, seconds=patience().seconds)
+            return delivery_notes.exit_code(known)
     refuse_new(type(experiment))
     topology = launch_run.topology_of(arguments, experiment.train, machines)
     identity = options.identity_for(arguments, options.run_name(arguments))
