@@ -62,6 +62,9 @@ def test_options_win_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     found = options.machines_of(parsed(ELASTIC, monkeypatch, *words, "--rdzv-conf", ""))
     assert (found.most, found.endpoint, found.address) == (2, "localhost:8", "10.0.0.7")
     assert found.settings == {} and found.job == "job"
+    conf = ("--rdzv-conf", "last_call_timeout=7")
+    found = options.machines_of(parsed(ELASTIC, monkeypatch, *words, *conf))
+    assert found.settings == {"last_call_timeout": "7", "read_timeout": "9"}
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,9 @@ def machines_of(arguments: argparse.Namespace) -> Machines:
         # It is the address of the machine with number 0. Any machine may be an endpoint.
         known = _of_torchrun("NODE_RANK") or ""
         number = int(known) if known.isdecimal() else None
-    words = (arguments.rdzv_conf or "").split(",")
+    # The last of a key counts. An empty option leaves the variable out.
+    both = f"{_of_torchrun('RDZV_CONF') or ''},{arguments.rdzv_conf}"
+    words = both.split(",") if arguments.rdzv_conf else []
     given = {
         "endpoint": endpoint,
         "job": arguments.rdzv_id,
