@@ -104,6 +104,19 @@ def test_a_step_that_cannot_be_one_run_is_refused(changes: dict[str, str], says:
         machines.of_slurm(STEP | changes)
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "divided"),
+    [
+        ("fd77::1", ("fd77::1", 29400)),
+        ("[fd77::1]", ("fd77::1", 29400)),
+        ("[fd77::1]:7", ("fd77::1", 7)),
+        ("first:7", ("first", 7)),
+    ],
+)
+def test_an_endpoint_may_be_an_address_with_colons(endpoint: str, divided: object) -> None:
+    assert machines._divided(endpoint) == divided
+
+
 def test_who_serves_the_rendezvous() -> None:
     asked = Machines(2, 2, "127.0.0.1:7", address=None)
     here, second = meet(asked), meet(dataclasses.replace(asked, number=1))

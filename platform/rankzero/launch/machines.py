@@ -225,7 +225,7 @@ def _port_of(job: str) -> int:
 
 def _divided(endpoint: str) -> tuple[str, int]:
     host, colon, port = endpoint.rpartition(":")
-    if not colon or endpoint.endswith("]"):
+    if not colon or endpoint.endswith("]") or _is_address(endpoint):
         host, port = endpoint, str(DEFAULT_PORT)
     if not port.isdecimal():
         raise UserError(f"--rdzv-endpoint {endpoint}: write HOST:PORT")
@@ -267,10 +267,13 @@ def _addresses(host: str, port: int, seconds: float) -> list[Any]:
 
 
 def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return ipaddress.ip_address(host).is_loopback if _is_address(host) else host == "localhost"
+
+
+def _is_address(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(host))
+    return False
 
 
 def _address_outwards(host: str) -> str:
