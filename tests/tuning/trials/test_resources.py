@@ -35,6 +35,7 @@ def test_shares_are_disjoint_or_refused(
     [
         (2, None, [("0",), ("1",)]),
         (2, "3, GPU-ab", [("3",), ("GPU-ab",)]),
+        (1, "MIG-a,MIG-b", [("MIG-a",), ("MIG-b",)]),
         (0, "", [None, None]),
     ],
 )

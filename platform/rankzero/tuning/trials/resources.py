@@ -27,6 +27,11 @@ def shares(
     `processes`: of each trial. `gpus`: the number that this process sees. `cores`: the numbers of
     the usable processor cores.
     """
+    # If the variable is set, numbers would mean other GPUs than those this process sees.
+    names = [name.strip() for name in environ.get(VISIBLE, "").split(",") if name.strip()]
+    if gpus and all(name.startswith("MIG-") for name in names):
+        # A process sees one of them only.
+        gpus = len(names) or gpus
     if gpus and parallel * processes > gpus:
         raise UserError(
             f"--parallel {parallel} with {processes} processes each needs {parallel * processes} "
@@ -38,8 +43,6 @@ def shares(
             f"--parallel {parallel} needs as many processor cores, and there are {len(cores)}: "
             "give a smaller --parallel"
         )
-    # If the variable is set, numbers would mean other GPUs than those this process sees.
-    names = [name.strip() for name in environ.get(VISIBLE, "").split(",") if name.strip()]
     names = names[:gpus] or [str(number) for number in range(gpus)]
     # Cores are divided also with GPUs: data loading of one trial must not slow another one.
     each = len(cores) // parallel
