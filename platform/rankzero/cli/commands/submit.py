@@ -27,8 +27,8 @@ _VARIABLES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_own(parser)
     train.add_training(parser)
-    # The variables of torchrun in this shell are not of the job.
-    parser.set_defaults(nnodes=None, nproc=None, rdzv_endpoint=None)
+    # The variables of torchrun in this shell are not of the job. Slurm alone passes others on.
+    parser.set_defaults(nnodes=None, nproc=None, rdzv_endpoint=None, offline=False)
 
 
 def _add_own(parser: argparse.ArgumentParser) -> None:
