@@ -12,7 +12,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 
 from rankzero.events import (
     Evaluated,
@@ -49,7 +48,7 @@ class FakeLauncher:
         self.jitter, self.seconds = jitter, 0.0
         self.fate, self.best_lr, self.critical, self.full = fate, best_lr, critical, full
         self._moment, self.device = 0, ""
-        self.host = SimpleNamespace(is_closed=False, close=self._close)
+        self.host: object = None
         self.started: list[Experiment] = []
         self.running: list[FakeRunning] = []
 
@@ -65,9 +64,6 @@ class FakeLauncher:
             )
         )
         return self.running[-1]
-
-    def _close(self) -> None:
-        self.host.is_closed = True
 
     @property
     def most_at_once(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -17,6 +18,7 @@ from rankzero.errors import RunFailed, UserError
 from rankzero.tuning import members, next_trial
 from rankzero.tuning.next_trial import ended, upcoming
 from rankzero.tuning.options import PRUNERS, SAMPLERS, Pruner, Sampler, SearchOptions
+from rankzero.tuning.places.remote_host import RemoteHost
 from rankzero.tuning.reports.study_run import texts_of
 from rankzero.tuning.search import _sentence
 from rankzero.tuning.session import DEVICE_KINDS, EARLIER, FIRST, Session
@@ -821,11 +823,12 @@ def test_one_host_of_a_cluster_confirms_and_another_kind_of_device_is_named(
     tmp_path: Path,
 ) -> None:
     study, launchers, lines = opened(tmp_path), [FakeLauncher(), FakeLauncher()], list[str]()
-    launchers[0].device, launchers[1].device = "A100", "H100"
+    for launcher, launcher.device in zip(launchers, ("A100", "H100"), strict=True):
+        launcher.host = MagicMock(RemoteHost)
     options = SearchOptions(trials=6)
-    found = Session(study, SPACE, launchers, options, lines.append, is_spread=True).run()
+    found = Session(study, SPACE, launchers, options, lines.append).run()
     confirms = [any(one.train.seed >= 1000 for one in by.started) for by in launchers]
-    assert sorted(confirms) == [False, True] and launchers[confirms.index(False)].host.is_closed
+    assert sorted(confirms) == [False, True] and launchers[confirms.index(False)].host.close.called
     (line,) = [one for one in lines if "accelerator_type" in one]
     assert "configuration ran on A100, and other trainings on H100" in line
     assert study.facts[DEVICE_KINDS] == ["A100", "H100"]

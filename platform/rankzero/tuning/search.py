@@ -39,7 +39,6 @@ from rankzero.tuning.agreement import (
 )
 from rankzero.tuning.budget import SECONDS
 from rankzero.tuning.options import SearchOptions
-from rankzero.tuning.places.remote_host import RemoteHost
 from rankzero.tuning.probe import probe_map, speed_knobs
 from rankzero.tuning.probe.probe_map import Probe
 from rankzero.tuning.reports.study_run import StudyRun, texts_markdown, trials_markdown
@@ -207,15 +206,7 @@ def _decide(setup: SearchSetup, study: Study, run: StudyRun) -> SearchOutcome:
         run.log_trials(study.known)
 
     spent, launchers = time.monotonic() - began, _launchers(setup, run)
-    session = Session(
-        study,
-        space,
-        launchers,
-        setup.options,
-        notify,
-        already_seconds=spent,
-        is_spread=isinstance(setup.hosts[0], RemoteHost),
-    )
+    session = Session(study, space, launchers, setup.options, notify, already_seconds=spent)
     verdict = session.run()
     setup = dataclasses.replace(setup, use=_use(setup, verdict))
     confirmed, price = sound(study.facts), study.facts.get(PRICE)

@@ -21,6 +21,7 @@ from rankzero.tuning.budget import REFERENCE_SECONDS, Budget
 from rankzero.tuning.learning_curve import LearningCurve
 from rankzero.tuning.objective import TO_TARGET, Objective, target_quality
 from rankzero.tuning.options import SearchOptions
+from rankzero.tuning.places.remote_host import RemoteHost
 from rankzero.tuning.space import SCALED, Space, devices_text, number_text, settings_text
 from rankzero.tuning.study import FIRST_RUNG, RUNGS, Study
 from rankzero.tuning.trial import REPEAT, TRAINED, Trial
@@ -64,7 +65,6 @@ class Session:
     """One process's part in a search.
 
     `notify`: prints a line. `already_seconds`: spent before, on the probe map for instance.
-    `is_spread`: each launcher may have another machine, so one of them confirms.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class Session:
         notify: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         already_seconds: float = 0.0,
-        *,
-        is_spread: bool = False,
     ) -> None:
         self._study, self._space, self._options, self._notify = study, space, options, notify
         self._pool = TrialPool(launchers, options.silence_seconds, option="--silence-seconds")
-        self._clock, self._is_spread, count = clock, is_spread, len(launchers)
-        self._budget = Budget(study, space, options, clock, already_seconds, count, is_spread)
+        # Each may have another machine, so one of them confirms.
+        self._is_spread = isinstance(launchers[0].host, RemoteHost)
+        self._clock, count = clock, len(launchers)
+        self._budget = Budget(study, space, options, clock, already_seconds, count, self._is_spread)
         self._guesses, self._earlier = first_guesses(study)
         self._repeats, self._losses = 0, Counter[str]()
         self._abandoned = 0

@@ -80,12 +80,8 @@ def _slurm(arguments: argparse.Namespace, name: str, words: list[str]) -> int:
             f"all tasks of an --array would be the one run {name}: rankzero repeat --slurm trains "
             "several seeds or settings"
         )
-    # The job may have another folder and other variables than this shell.
-    root = arguments.dir.absolute()
     words[words.index(arguments.experiment)] = options.absolute(arguments.experiment)
-    words += ["--dir", str(root)]
-    checkpoints = root / "runs" / name / "checkpoints"
-    script = slurm.script(name, words, arguments.after, checkpoints)
+    script = slurm.script(name, words, arguments.after, arguments.dir.absolute())
     if arguments.dry_run:
         print(script, end="")
         return FINISHED

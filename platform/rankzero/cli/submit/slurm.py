@@ -37,13 +37,19 @@ exit "$code"
 """
 
 
-def script(name: str, words: Sequence[str], options: Sequence[str], checkpoints: Path) -> str:
-    """Return the job's script. `words`: of `rankzero train`. `options`: of sbatch."""
+def script(name: str, words: Sequence[str], options: Sequence[str], root: Path) -> str:
+    """Return the job's script. `words`: of `rankzero train`. `options`: of sbatch.
+
+    `root`: the absolute folder of the runs. A job may have another folder and other variables than
+    the shell that submits it.
+    """
     return _SCRIPT.format(
         name=shlex.quote(name),
         options=shlex.join(options),
-        checkpoints=shlex.quote(str(checkpoints)),
-        command=shlex.join([sys.executable, "-P", "-m", "rankzero", "train", *words]),
+        checkpoints=shlex.quote(str(root / "runs" / name / "checkpoints")),
+        command=shlex.join(
+            [sys.executable, "-P", "-m", "rankzero", "train", *words, "--dir", str(root)]
+        ),
         resumable=RESUMABLE,
     ).replace("#SBATCH \n", "")
 
