@@ -80,7 +80,7 @@ class Session:
         self._study, self._space, self._options, self._notify = study, space, options, notify
         self._pool = TrialPool(launchers, options.silence_seconds, option="--silence-seconds")
         # Each may have another machine, so one of them confirms.
-        self._is_spread = isinstance(launchers[0].host, RemoteHost)
+        self._is_spread = any(isinstance(one.host, RemoteHost) for one in launchers)
         self._clock, count = clock, len(launchers)
         self._budget = Budget(study, space, options, clock, already_seconds, count, self._is_spread)
         self._guesses, self._earlier = first_guesses(study)
