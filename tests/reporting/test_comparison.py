@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from rankzero.events import DataDescribed
+from rankzero.events import DataDescribed, SystemSampled
 from rankzero.reporting import comparison, reproduce
 from rankzero.reporting.comparison import RunSide, sections
 from rankzero.reporting.run_facts import fold
@@ -110,6 +110,16 @@ def test_a_speed_within_its_intervals_has_no_change() -> None:
 
     assert change(20769.0, 90.0) == change(20769.0, None) == change(4000.0, 900.0) == ""
     assert change(80.0, 90.0) == change(None, None) == "-28.6%"
+
+
+def test_the_counted_energy_has_no_mean() -> None:
+    def sampled(watts: float) -> RunSide:
+        counts = ({"power_usage_watts": watts, "energy_joules": watts * n} for n in range(3))
+        samples = ({f"system/gpu_0_{name}": v for name, v in one.items()} for one in counts)
+        return side(*(SystemSampled(T0 + n, n, one) for n, one in enumerate(samples)))
+
+    (row,) = sections([sampled(100.0), sampled(200.0)])["Speed"]
+    assert row.key == "GPU power usage watts"
 
 
 def test_times_of_a_last_attempt_are_not_compared() -> None:

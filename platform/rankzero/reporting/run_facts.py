@@ -29,7 +29,8 @@ from rankzero.run_store.provenance import OWN_LOOP, tags_of_user
 from rankzero.scalars import number, numbers
 
 _COMMAND = "rankzero.command"
-_GPU = re.compile(r"system/(?:node_\d+/)?gpu_\d+_(.+)")
+# Without the energy, which is a counter and has no mean.
+_GPU = re.compile(r"system/(?:node_\d+/)?gpu_\d+_(.+)(?<!_joules)")
 # The share of the training time from which waiting for data limits the speed.
 _DATA_BOUND = 0.1
 # Percent. Below it, a GPU waits for something else than data: launches or communication.
