@@ -122,6 +122,13 @@ def test_the_counted_energy_has_no_mean() -> None:
     assert row.key == "GPU power usage watts"
 
 
+def test_the_first_minute_weighs_as_much_as_any_other_in_a_gpus_mean() -> None:
+    key, times = "system/gpu_0_utilization_percentage", [*range(2, 61, 2), *range(65, 301, 5)]
+    samples = [SystemSampled(T0 + at, at, {key: 98.0 * (at > 60)}) for at in times]
+    # As of two nodes, one after the other.
+    assert round(fold([*samples, *samples]).gpu_means["utilization_percentage"]) == 79
+
+
 def test_times_of_a_last_attempt_are_not_compared() -> None:
     whole = [started(), ended(metrics={"train_seconds": 500.0})]
     resumed = [started(), ended("STOPPED"), started(2), ended(metrics={"train_seconds": 50.0})]

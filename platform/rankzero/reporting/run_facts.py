@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Mapping
 
@@ -66,7 +67,9 @@ class Facts:
     """The newest evaluation of the test sets."""
     checkpoints: dict[int, bool] = dataclasses.field(default_factory=dict)
     """Step -> whether it is the best."""
-    gpu_sums: dict[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
+    gpu_sums: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    """Each reading times its seconds, and the seconds."""
+    sampled: float = math.inf
     notices: list[str] = dataclasses.field(default_factory=list)
     data: dict[str, DataDescribed] = dataclasses.field(default_factory=dict)
     """By their use: training, validation."""
@@ -105,7 +108,7 @@ class Facts:
     @property
     def gpu_means(self) -> dict[str, float]:
         """The means over time and GPUs: ``utilization_percentage`` and others."""
-        return {name: total / count for name, (total, count) in self.gpu_sums.items()}
+        return {name: total / seconds for name, (total, seconds) in self.gpu_sums.items()}
 
     @property
     def duration(self) -> float:
@@ -274,11 +277,13 @@ def _take_value(facts: Facts, key: str, step: object, value: object) -> None:
 
 
 def _system(facts: Facts, event: SystemSampled) -> None:
+    # A sample is the mean of 1 to 10 s. Another node's first one, or a clock, may lie before.
+    seconds, facts.sampled = min(max(event.time - facts.sampled, 1.0), 10.0), event.time
     for key, value in event.metrics.items():
         gpu, real = _GPU.fullmatch(key), number(value)
         if gpu and real is not None:
-            total, count = facts.gpu_sums.get(gpu[1], (0.0, 0))
-            facts.gpu_sums[gpu[1]] = total + real, count + 1
+            total, before = facts.gpu_sums.get(gpu[1], (0.0, 0.0))
+            facts.gpu_sums[gpu[1]] = total + real * seconds, before + seconds
 
 
 def _evaluation(facts: Facts, event: Evaluated) -> None:
