@@ -102,14 +102,16 @@ def _launch(
     Return what showed it, how they ended, and whether rank 0 started an attempt here.
     """
     from rankzero.training import worker
+    from rankzero.training.data.processes import loader_workers
 
-    folder, train = plan.folder, plan.experiment.train
+    folder, processes, cores = plan.folder, plan.topology.processes, core_count()
     before = lookup.journal_bytes(folder)
     # For each launch: code and environment may have changed since the run's last attempt.
     tags = provenance.record(folder.artifacts, sys.argv, folder.identity.experiment_file)
     tags |= plan.tags
     request = request_for(folder, plan.experiment, tags, resumes=plan.resumes, offline=plan.offline)
-    advice = DataWait(train.workers, plan.topology.processes, core_count())
+    workers = loader_workers(plan.experiment.train.workers, processes, cores)
+    advice = DataWait(workers, processes, cores)
     machines = plan.topology.machines
     first = True if machines.alone else None
     goal, shows = plan.experiment.goal, plan.shows_progress

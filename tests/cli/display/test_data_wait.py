@@ -48,4 +48,5 @@ def test_each_attempt_gets_its_own_advice() -> None:
 
 def test_more_workers_are_advised_only_with_free_cores() -> None:
     assert "set train.workers=3 (now 1" in remedy(1, 2, 8)
-    assert "TensorDataset" in remedy(None, 2, 8) and "TensorDataset" in remedy(0, 2, 2)
+    assert "set train.workers=16 (now 8; 64 cores, 1 rank)" in remedy(8, 1, 64)
+    assert "TensorDataset" in remedy(3, 2, 8) and "TensorDataset" in remedy(0, 2, 2)

@@ -12,16 +12,15 @@ from rankzero.metric_names import DATA_WAIT
 _TOO_MUCH = 0.2
 _SKIPPED_WINDOWS = 2  # loaders are starting
 _WATCHED_SECONDS = 5.0
-_MOST_WORKERS = 8
 
 
 class DataWait:
     """Watches a run's windows; advises once per attempt if its ranks wait for data.
 
-    `workers`: the setting ``train.workers``. `processes` and `cores`: of this machine.
+    `workers`: the loading processes of each rank. `processes` and `cores`: of this machine.
     """
 
-    def __init__(self, workers: int | None, processes: int, cores: int) -> None:
+    def __init__(self, workers: int, processes: int, cores: int) -> None:
         self._workers, self._processes, self._cores = workers, processes, cores
         self._windows: collections.deque[tuple[float, float]] = collections.deque()
         self._advised = False
@@ -47,14 +46,13 @@ class DataWait:
         return f"training waits for data {waiting:.0%} of the time: {what}"
 
 
-def remedy(workers: int | None, processes: int, cores: int) -> str:
+def remedy(workers: int, processes: int, cores: int) -> str:
     """Return how to load faster: with more workers while there are cores, else with less work."""
-    fair = min(_MOST_WORKERS, max(0, cores // processes - 1))
-    now = fair if workers is None else workers
-    if now < fair:
-        return f"set train.workers={fair} (now {now}; {cores} cores, {processes} ranks)"
+    free = cores // processes - 1
+    here = f"{cores} cores, {processes} rank{'s' * (processes > 1)}"
+    if workers < free:
+        return f"set train.workers={min(free, 2 * max(workers, 4))} (now {workers}; {here})"
     return (
-        f"all cores are in use with train.workers={now} ({cores} cores, {processes} ranks); do "
-        "less per sample, or let data() return prepared samples as a TensorDataset, which needs "
-        "no loading"
+        f"all cores are in use with train.workers={workers} ({here}); do less per sample, or let "
+        "data() return prepared samples as a TensorDataset, which needs no loading"
     )
