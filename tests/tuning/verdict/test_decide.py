@@ -50,7 +50,7 @@ def test_a_clear_winner() -> None:
     assert found.gain_low is not None and found.gain_high is not None
     assert 3.0 < found.gain_low < found.gain < found.gain_high < 4.0
     assert sentence(found, GOAL, 0.97, 360.0) == (
-        "Your configuration reaches 97.0% val/accuracy in 41 s (40-42). The sweet spot reaches it "
+        "Your configuration reaches 97% val/accuracy in 41 s (40-42). The sweet spot reaches it "
         "in 12 s (12-12): batch 512, bf16, lr 0.006; 3.4x as fast (3.2 to 3.7); 3.1x the "
         "samples/s. Confirmed on 3 new seeds. The search took 6 min and pays for itself after 13 "
         "runs."
@@ -60,7 +60,7 @@ def test_a_clear_winner() -> None:
 def test_the_sentence_of_the_least_energy() -> None:
     reference, winner = candidate(0, 40.0, 41.0, 42.0), candidate(3, 12.0, 12.5, 11.5)
     text = sentence(decide("energy", reference, [winner]), GOAL, 0.97, 360.0)
-    assert "reaches 97.0% val/accuracy with 41 J (40-42). The sweet spot reaches it with 12" in text
+    assert "reaches 97% val/accuracy with 41 J (40-42). The sweet spot reaches it with 12" in text
     assert "; 0.29x the energy (0.27 to 0.32); " in text and "pays" not in text
 
 
@@ -222,7 +222,7 @@ def test_a_challenger_that_is_only_as_good_does_not_win() -> None:
 @pytest.mark.parametrize(
     ("goal", "qualities", "noise"),
     [
-        (Goal("val/accuracy", "max"), (0.90, 0.91, 0.92), "2.3% in val/accuracy"),
+        (Goal("val/accuracy", "max"), (0.90, 0.91, 0.92), "2.267% in val/accuracy"),
         # In percent already, and a loss: no shares.
         (Goal("val/accuracy", "max"), (90.0, 91.0, 92.0), "2.267 in val/accuracy"),
         (Goal("val/loss", "min"), (3.0, 3.1, 3.2), "0.2267 in val/loss"),
@@ -257,7 +257,7 @@ def test_a_challenger_that_reaches_the_target_beats_a_reference_that_does_not() 
         "time-to-target", candidate(0, None, 41.0, None), [candidate(1, 50.0, 51.0, 52.0)]
     )
     assert found.beaten and found.winner.trial == 1 and found.gain is None
-    assert "does not reliably reach 97.0% val/accuracy (1 of 3 seeds)" in sentence(
+    assert "does not reliably reach 97% val/accuracy (1 of 3 seeds)" in sentence(
         found, GOAL, 0.97, 60.0
     )
 
@@ -269,13 +269,16 @@ def test_without_a_sure_one_the_challenger_that_reaches_the_target_most_often_is
     assert found.winner == often and not found.beaten
     assert second_look("time-to-target", reference, [rarely, often]) == []
     assert sentence(found, GOAL, 0.97, 60.0, (4, 0.99), edges=["lr"]) == (
-        "No configuration reached 97.0% val/accuracy on every seed: batch 128, bf16, lr 0.006 did "
+        "No configuration reached 97% val/accuracy on every seed: batch 128, bf16, lr 0.006 did "
         "on 2 of 3 in 8.5 s (8-9), your own on 1. At the edge of its range: lr. The search took "
         "60 s. Train longer, or lower the target."
     )
     assert decide("time-to-target", reference, [rarely]).winner == rarely, "as often, and faster"
     nobody = decide("time-to-target", candidate(0, None, None), [candidate(1, None, None)])
     assert nobody.winner.trial == 0
+    assert sentence(nobody, GOAL, 0.995, 60.0, (3, 0.9948)).startswith(
+        "No configuration reached 99.5% val/accuracy: trial 3 came closest with 99.48% val/accuracy"
+    )
     # Without a quality to reach, a run without a value did not train to its end.
     assert decide("quality", reference, [often]).winner == reference
 
@@ -490,7 +493,7 @@ def test_one_missed_run_of_the_reference_proves_nothing() -> None:
     fast = decide("time-to-target", reference, [candidate(1, 5.0, 6.0, 5.5)])
     assert fast.beaten and fast.winner.trial == 1
     text = sentence(fast, GOAL, 0.97, 360.0, (1, 0.98))
-    assert text.startswith("Your configuration reaches 97.0% val/accuracy on 2 of 3 seeds in 40 s")
+    assert text.startswith("Your configuration reaches 97% val/accuracy on 2 of 3 seeds in 40 s")
 
 
 @pytest.mark.parametrize("objective", ["throughput", "tokens"])
@@ -517,7 +520,7 @@ def test_one_crash_of_the_reference_proves_nothing() -> None:
     fast = decide("time-to-target", reference, [candidate(1, 5.0, 6.0, 5.5)])
     assert fast.beaten and fast.gain is not None
     text = sentence(fast, GOAL, 0.97, 360.0)
-    assert text.startswith("Your configuration does not reliably reach 97.0% val/accuracy (2 of 3")
+    assert text.startswith("Your configuration does not reliably reach 97% val/accuracy (2 of 3")
 
 
 def test_an_unreliable_challenger_does_not_hide_a_sure_gain() -> None:

@@ -184,4 +184,4 @@ def _quality(goal: Goal, value: float | None) -> str:
 def _number(goal: Goal, number: float, quality: float) -> str:
     """Return a number in the unit of the goal's metric, which may be this `quality`."""
     is_share = "accuracy" in goal.metric and 0 <= quality <= 1
-    return f"{number:.1%}" if is_share else shown(number)
+    return f"{shown(100 * number)}%" if is_share else shown(number)
