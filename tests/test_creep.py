@@ -23,6 +23,7 @@ from rankzero.ranks import Ranks
 from rankzero.training.build import build
 from rankzero.training.distributed.world import World
 from rankzero.training.metrics.reporter import Reporter
+from rankzero.training.metrics.straggler import TimedBatches
 from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.step import train_step
 from rankzero.training.stop import StopCode
@@ -41,15 +42,16 @@ def training() -> tuple[Reporter, Callable[[], None]]:
     small = {"train.steps": 10 * STEPS, "train.batch_size": 8, "width": 4}
     given = config.override(experiment_file.load(str(DIGITS))(), small)
     job, state = build(given, World(Ranks(), torch.device("cpu")))
-    batches = job.train_loader.train_batches(job.batch_order, 0, 0, job.total_steps)
-    reporter = Reporter(job, state, RunTotals())
+    loaded = job.train_loader.train_batches(job.batch_order, 0, 0, job.total_steps)
+    batches = TimedBatches(loaded, job.world.device)
+    reporter = Reporter(job, state, RunTotals(), batches.read)
     reporter.start_window()
 
     def steps() -> None:
         for _ in range(STEPS):
-            metrics, data_wait = train_step(job, state, batches)
+            metrics = train_step(job, state, batches)
             state.step += 1
-            reporter.add(metrics, data_wait)
+            reporter.add(metrics)
 
     steps()
     return reporter, steps

@@ -113,7 +113,7 @@ def train(given: Experiment, world: World) -> tuple[list[float], list[int]]:
     )
     losses = []
     for _ in range(STEPS):
-        metrics, _ = train_step(job, state, batches)
+        metrics = train_step(job, state, batches)
         state.step += 1
         # Several optimizers have a loss each.
         losses.append(sum(float(one) for name, one in metrics.items() if name.endswith("loss")))

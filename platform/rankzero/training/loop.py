@@ -15,6 +15,7 @@ from rankzero.training.checkpoints.writer import Checkpoints
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.metrics.divergence import Divergence
 from rankzero.training.metrics.reporter import Reporter
+from rankzero.training.metrics.straggler import TimedBatches
 from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.periodic import PeriodicActions
 from rankzero.training.step import train_step
@@ -38,13 +39,14 @@ def fit(
         emit(Noticed(time.time(), text))
 
     actions = PeriodicActions(job, state, emit, stop, checkpoints, totals)
-    reporter = Reporter(job, state, totals)
     divergence = Divergence(job, state, notice)
     batches = job.train_loader.train_batches(
         job.batch_order, job.strategy.shard.rank, state.step, job.total_steps
     )
     batches = job.work_meter.watch(batches, notice)
     batches = carried_state.watch(batches, job, state, notice)
+    timed = TimedBatches(batches, job.world.device)
+    reporter = Reporter(job, state, totals, timed.read)
     state.model.train()
     stopped = StopCode.NONE
     if state.evaluation_pending:
@@ -53,9 +55,9 @@ def fit(
         actions.begin_epoch()
     reporter.start_window()
     while not stopped and state.step < actions.last_step:
-        metrics, data_wait = train_step(job, state, batches)
+        metrics = train_step(job, state, timed)
         state.step += 1
-        reporter.add(metrics, data_wait)
+        reporter.add(metrics)
         if not (reporter.is_full or actions.are_due):
             continue
         # One collective and one wait for the device. All ranks learn the same values, and whether

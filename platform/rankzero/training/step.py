@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,16 +17,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rankzero.training.job import State, TrainingContext
+from rankzero.training.metrics.straggler import TimedBatches
 from rankzero.training.metrics.window import check_names
 from rankzero.training.optimization.joint_optimizer import JointOptimizer
 from rankzero.training.optimization.optimizers import set_lr
 from rankzero.training.strategies.base import divide_gradients
 
 
-def train_step(
-    job: TrainingContext, state: State, batches: Iterator[Any]
-) -> tuple[dict[str, Tensor], float]:
-    """Take one optimizer step. Return its metrics, and the seconds of waiting for data. Collective.
+def train_step(job: TrainingContext, state: State, batches: Iterator[Any]) -> dict[str, Tensor]:
+    """Take one optimizer step, and return its metrics. Collective.
 
     The metrics are means over this rank's samples of the step, still on the device. A
     `Ratio` has the means of both parts. A turn's metrics have its name in front, as in
@@ -40,36 +38,33 @@ def train_step(
     set_lr(optimizer, state.base_lrs, factors)
     if job.experiment.turns:
         assert isinstance(optimizer, JointOptimizer)
-        metrics, data_wait = _take_turns(job, state.step, optimizer, batches)
+        metrics = _take_turns(job, state.step, optimizer, batches)
     else:
-        metrics, data_wait = _accumulate(job, state.step, None, batches)
+        metrics = _accumulate(job, state.step, None, batches)
         metrics |= _use_gradients(job, optimizer)
     if job.precision.scaler is not None:
         # It adapts its scale to the steps with an overflow.
         job.precision.scaler.update()
     if state.average is not None:
         state.average.update(state.step + 1)
-    return metrics, data_wait
+    return metrics
 
 
 def timed_steps(
     job: TrainingContext, state: State, batches: Iterator[Any], count: int
 ) -> tuple[float, float]:
     """Take steps, and return their seconds and the seconds that they waited for data."""
-    start, waited = job.world.now(), 0.0
+    timed, start = TimedBatches(batches, job.world.device), job.world.now()
     for _ in range(count):
-        _, wait = train_step(job, state, batches)
-        waited += wait
-    return job.world.now() - start, waited
+        train_step(job, state, timed)
+    return job.world.now() - start, timed.read()
 
 
 def _take_turns(
     job: TrainingContext, step: int, optimizer: JointOptimizer, batches: Iterator[Any]
-) -> tuple[dict[str, Tensor], float]:
-    begun = time.perf_counter()
+) -> dict[str, Tensor]:
     weights = job.batch_order.weights(step, job.strategy.shard.rank)
     micro_batches = [next(batches) for _ in weights]
-    data_wait = time.perf_counter() - begun
     found: dict[str, Tensor] = {}
     scaler, scaled = job.precision.scaler, set[str]()
     for turn in job.experiment.turns:
@@ -80,7 +75,7 @@ def _take_turns(
         mine = optimizer.parts[turn]
         # `frozen` may hold all of its parameters, and then its loss may have no gradient.
         is_trained = any(p.requires_grad for group in mine.param_groups for p in group["params"])
-        metrics, _ = _accumulate(job, step, turn, iter(micro_batches), is_trained=is_trained)
+        metrics = _accumulate(job, step, turn, iter(micro_batches), is_trained=is_trained)
         for name, part in optimizer.parts.items():
             if name != turn:
                 part.zero_grad(set_to_none=True)
@@ -88,7 +83,7 @@ def _take_turns(
         scaled |= {turn} if _has_gradients(mine) else set()
         metrics |= _use_gradients(job, mine)
         found |= {f"{turn}/{name}": value for name, value in metrics.items()}
-    return found, data_wait
+    return found
 
 
 def _accumulate(
@@ -98,7 +93,7 @@ def _accumulate(
     batches: Iterator[Any],
     *,
     is_trained: bool = True,
-) -> tuple[dict[str, Tensor], float]:
+) -> dict[str, Tensor]:
     """Add up the gradients of a step or a turn. Return as `train_step`. Collective.
 
     `is_trained`: whether there are gradients, the same on every rank.
@@ -109,11 +104,8 @@ def _accumulate(
     if not is_trained:
         how = dataclasses.replace(how, has_backward=False)
     metrics: dict[str, Tensor] = {}
-    data_wait = 0.0
     for index, weight in enumerate(weights):
-        begun = time.perf_counter()
         batch = next(batches)
-        data_wait += time.perf_counter() - begun
         job.beat()
         job.image_capture.see_training_batch(batch)
         # Ranks average their gradients once a step, during the last backward.
@@ -133,7 +125,7 @@ def _accumulate(
     if metrics["loss"].dim() and is_trained:
         # A Ratio: only now is its whole denominator known.
         divide_gradients(strategy.model, metrics["loss"], how.samples, job.world)
-    return metrics, data_wait
+    return metrics
 
 
 def _use_gradients(job: TrainingContext, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from rankzero.reporting.run_facts import straggler as told
 from rankzero.training.build import build
 from rankzero.training.distributed.world import World
 from rankzero.training.evaluation import evaluate_goal
-from rankzero.training.metrics.straggler import ForwardTimer, straggler
+from rankzero.training.metrics.straggler import ForwardTimer, TimedBatches, straggler
 from rankzero.training.stop import StopRequest
 from support.training import tiny
 
@@ -61,6 +62,38 @@ def test_the_first_forward_of_a_window_is_timed() -> None:
     assert watch.next_measure()(1, 2) == 3
     assert watch.next_measure() is measure, "later forwards of the window are left alone"
     assert 0.02 <= watch.read() < 0.3 and watch.read() == 0.0
+
+
+class Event:
+    """An event of a GPU that computes until `busy`."""
+
+    busy = 0.0
+
+    def __init__(self) -> None:
+        self.at = max(time.perf_counter(), self.busy)
+
+    def query(self) -> bool:
+        return time.perf_counter() >= self.at
+
+    def elapsed_time(self, later: Event) -> float:
+        return 1000 * (later.at - self.at)
+
+
+@pytest.mark.parametrize(("computes", "waits"), [(0.0, 0.05), (0.03, 0.02), (60.0, 0.0)])
+def test_what_loads_while_a_gpu_computes_is_no_wait(
+    computes: float, waits: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load() -> Iterator[int]:
+        yield 1  # as fast as data in memory
+        time.sleep(0.05)
+        yield 2
+
+    begun = time.perf_counter()
+    monkeypatch.setattr(Event, "busy", begun + computes)
+    timed = TimedBatches(load(), torch.device("cuda"), Event)
+    assert list(timed) == [1, 2]
+    took = time.perf_counter() - begun
+    assert waits - 1e-3 <= timed.read() <= max(0.0, took - computes) and timed.read() == 0.0
 
 
 def test_an_evaluation_is_not_timed() -> None:

@@ -123,17 +123,17 @@ def test_a_wrong_result_of_measure_is_refused_with_advice(metrics: object, says:
 
 def test_measure_must_return_the_same_metrics_in_all_windows() -> None:
     job, state = build(tiny(), ALONE)
-    reporter = Reporter(job, state, RunTotals())
+    reporter = Reporter(job, state, RunTotals(), float)
     for step in range(2):
         reporter.start_window()
-        reporter.add({"loss": torch.tensor(float(step)), "extra": torch.tensor(1.0)}, 0.0)
+        reporter.add({"loss": torch.tensor(float(step)), "extra": torch.tensor(1.0)})
         window, _ = reporter.report(StopCode.NONE, actions_due=False)
         assert window.values["loss"] == [step], "a window starts empty"
     values = {name: torch.tensor(1.0) for name in ("loss", "extra", "late")}
     with pytest.raises(UserError, match=r"did not return 'extra'.*LightningModule must log"):
-        reporter.add({"loss": values["loss"]}, 0.0)
+        reporter.add({"loss": values["loss"]})
     with pytest.raises(UserError, match="returned 'late', which it did not return before: return"):
-        reporter.add(values, 0.0)
+        reporter.add(values)
 
 
 def test_window_keeps_no_memory_of_a_model() -> None:
@@ -183,12 +183,13 @@ def test_a_suspended_window_is_no_speed_and_one_notice() -> None:
     job, state = build(tiny(train__log_every=2), world)
     job = dataclasses.replace(job, suspended=lambda: suspended)
     totals = RunTotals()
-    reporter, notices, speeds = Reporter(job, state, totals), list[str](), list[float]()
+    reporter = Reporter(job, state, totals, float)
+    notices, speeds = list[str](), list[float]()
     # An evaluation before a window may be suspended, too. A speed is of two steps here.
     for before, inside in [(0, 0)] * 6 + [(0, 60), (0, 0), (60, 0)] + [(0, 0)] * 3:
         now, suspended = now + before, suspended + before
         reporter.start_window()
-        reporter.add({"loss": torch.tensor(1.0)}, 0.0)
+        reporter.add({"loss": torch.tensor(1.0)})
         now, suspended = now + 1 + inside, suspended + inside
         state.step += 1
         _, events = reporter.report(StopCode.NONE, actions_due=False)

@@ -113,7 +113,7 @@ class BatchLoader:
         self, keys: Iterable[tuple[int, Tensor]], tensors: Sequence[Tensor], ahead: int = 1
     ) -> Iterator[Any]:
         home = tensors[0].device
-        batches: Iterator[Tensor] = (indices for _, indices in keys)
+        batches: Iterator[Tensor] = map(operator.itemgetter(1), keys)
         if home == self.device:
             if home.type != "cpu":
                 batches = copied_ahead(batches, home, ahead)

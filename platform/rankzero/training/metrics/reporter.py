@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -29,11 +29,18 @@ from rankzero.training.stop import LONGEST_WINDOW, StopCode, next_interval
 class Reporter:
     """Collects steps in windows of about a second, and reports each window.
 
-    `train.log_every` is the number of steps between reports of the speed.
+    `train.log_every` is the number of steps between reports of the speed. `data_wait`: returns this
+    rank's seconds of waiting for data since its last call.
     """
 
-    def __init__(self, job: TrainingContext, state: State, totals: RunTotals) -> None:
-        self._job, self._state, self._totals = job, state, totals
+    def __init__(
+        self,
+        job: TrainingContext,
+        state: State,
+        totals: RunTotals,
+        data_wait: Callable[[], float],
+    ) -> None:
+        self._job, self._state, self._totals, self._data_wait = job, state, totals, data_wait
         # Each metric's values since the last report: 0-d, and [2] or [2, n] of a `Ratio`. They stay
         # on the device.
         self._columns: dict[str, list[Tensor]] = {}
@@ -51,11 +58,11 @@ class Reporter:
     def start_window(self) -> None:
         """Start the clock of the next window. An evaluation before it does not count."""
         self._times: list[float] = []
-        self._data_wait, self._start = 0.0, self._job.world.now()
+        self._start = self._job.world.now()
         self._suspended_before = self._job.suspended()
 
-    def add(self, metrics: Mapping[str, Tensor], data_wait: float) -> None:
-        """Add one step's metrics, which stay on the device, and its seconds of waiting for data."""
+    def add(self, metrics: Mapping[str, Tensor]) -> None:
+        """Add one step's metrics, which stay on the device."""
         if not self._columns:
             # Each turn has a loss of its own.
             first = () if self._job.experiment.turns else ("loss",)
@@ -69,7 +76,6 @@ class Reporter:
             is_same = False
         if not is_same:
             check_names(metrics.keys(), self._columns.keys())
-        self._data_wait += data_wait
         self._times.append(time.time())
 
     @property
@@ -133,7 +139,7 @@ class Reporter:
             self._columns,
             stop_code,
             seconds,
-            self._data_wait,
+            self._data_wait(),
             job.forward_timer.read(),
             job.work_meter.read(),
             suspended_seconds=job.suspended() - self._suspended_before,

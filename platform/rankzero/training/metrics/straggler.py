@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,49 @@ _SLOWER = 1.25
 _LATER = 0.1
 # Fewer windows show no pattern.
 _WINDOWS = 5
+# Seconds. Two marks for each shorter wait would slow down steps that are all launches.
+_SHORT_WAIT = 1e-4
+
+
+def gpu_mark() -> Any:
+    """Return an event. The GPU takes its time when it gets there, and the host continues."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class TimedBatches:
+    """Batches, and how long the steps wait for them. On a GPU: how long it stands idle.
+
+    Launches do not wait for the GPU, so a batch may load while the step before is computed.
+    """
+
+    def __init__(
+        self, batches: Iterator[Any], device: torch.device, mark: Callable[[], Any] = gpu_mark
+    ) -> None:
+        self._next, self._mark = batches.__next__, mark if device.type == "cuda" else None
+        self._seconds, self._marks = 0.0, list[tuple[Any, Any]]()
+
+    def __iter__(self) -> TimedBatches:
+        return self
+
+    def __next__(self) -> Any:
+        before: Any = None if self._mark is None else self._mark()
+        begun = time.perf_counter()
+        batch = self._next()
+        seconds = time.perf_counter() - begun
+        # An event that has passed: the GPU has nothing to do, and the host holds it up.
+        if self._mark is None or (seconds < _SHORT_WAIT and before.query()):
+            self._seconds += seconds
+        else:
+            self._marks.append((before, self._mark()))
+        return batch
+
+    def read(self) -> float:
+        """Return the seconds since the last call. Call it only once the device has computed all."""
+        idle = sum(before.elapsed_time(after) for before, after in self._marks) / 1000
+        seconds, self._seconds, self._marks = self._seconds + float(idle), 0.0, []
+        return seconds
 
 
 class ForwardTimer:
@@ -60,12 +103,7 @@ class ForwardTimer:
         return float(begin.elapsed_time(end) / 1000 if self._on_gpu else end - begin)
 
     def _mark(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        # The GPU takes the time when it gets there. The host continues without waiting.
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return gpu_mark() if self._on_gpu else time.perf_counter()
 
 
 def straggler(
