@@ -29,7 +29,7 @@ def test_the_gpus_are_those_of_the_run_that_was_launched(
     trained = TrialResult("COMPLETE", LearningCurve(Goal("val/loss")), "", {}, 1.0)
     monkeypatch.setattr(runner, "run_alone", lambda *_: trained)
     monkeypatch.setattr(runner, "_profiled", lambda *_, **__: (_ for _ in ()).throw(RunFailed("")))
-    one: Any = SimpleNamespace(train=SimpleNamespace(batch_size=1))
+    one: Any = SimpleNamespace()
     monkeypatch.setattr(runner.config, "override", lambda *_: one)
     monkeypatch.setattr(runner.describe, "mirrored", lambda _: one)
     log = SimpleNamespace(notice=lambda _: None)

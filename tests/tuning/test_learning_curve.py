@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged, SystemSampled
 from rankzero.experiment import Goal
+from rankzero.metric_names import SPEED
 from rankzero.tuning.learning_curve import LearningCurve
 from rankzero.tuning.objective import Objective
 
@@ -22,15 +23,15 @@ def folded(events: list[Event], goal: Goal) -> LearningCurve:
 
 
 def epochs(*values: float, seconds: float = 2.0, steps: int = 10) -> list[Event]:
-    """Return a journal with an evaluation after every `steps` steps, which took `seconds`."""
+    """Return a journal with an evaluation after every `steps` steps, which took `seconds`.
+
+    A step has three samples.
+    """
     events: list[Event] = []
     for number, value in enumerate(values, start=1):
-        step = number * steps
-        events.append(
-            StepsLogged(
-                [step], [100.0 + number * 50], {"throughput/step_seconds": [seconds / steps]}
-            )
-        )
+        step, each = number * steps, seconds / steps
+        speeds = {"throughput/step_seconds": [each], SPEED: [3 / each]}
+        events.append(StepsLogged([step], [100.0 + number * 50], speeds))
         events.append(Evaluated(100.0 + number * 50, step, {"val/accuracy": value}, best=False))
     return events
 
@@ -88,16 +89,13 @@ def test_energy_to_the_target_is_without_that_of_evaluations(evaluation: float) 
 def test_samples_per_joule_count_the_first_steps_where_no_sample_came_before() -> None:
     energy = SystemSampled(0.0, 0, {"system/gpu_0_energy_joules": 60.0})
     curve = folded([*epochs(0.5, 0.7), energy], ACCURACY)
-    curve.batch_size = 3
     assert curve.samples_per_joule == pytest.approx(20 * 3 / 60.0)
 
 
 def test_a_trial_too_short_for_a_steady_speed_has_that_of_all_its_steps() -> None:
-    curve = LearningCurve(ACCURACY, batch_size=32)
-    for event in epochs(0.5, 0.7):
-        curve(event)
+    curve = folded(epochs(0.5, 0.7), ACCURACY)
     objective = Objective("throughput", ACCURACY, None)
-    assert objective.value(curve) == pytest.approx(-20 * 32 / 4.0)
+    assert objective.value(curve) == pytest.approx(-20 * 3 / 4.0)
     curve(RunEnded(200.0, "FINISHED", "", None, {"samples_per_second": 200.0}))
     assert objective.value(curve) == -200.0
 
@@ -109,16 +107,13 @@ def test_energy_counts_the_steps_before_the_first_speed() -> None:
         StepsLogged([1], [0.0], {"train/loss": [1.0]}),
         SystemSampled(0.0, 1, {name: 3040.0}),
         StepsLogged([5], [1.0], {"train/loss": [1.0]}),
-        StepsLogged([10], [2.0], {"throughput/step_seconds": [0.2]}),
+        StepsLogged([10], [2.0], {"throughput/step_seconds": [0.2], SPEED: [80.0]}),
         SystemSampled(0.0, 2, {name: 3080.0}),
     ]
     curve = folded(events, ACCURACY)
     assert (curve.training_joules, curve.seconds) == (80.0, 2.0)
-    curve.batch_size = 16
     assert curve.samples_per_joule == 9 * 16 / 80.0
-    short = LearningCurve(ACCURACY, batch_size=16)
-    for event in events[:1] + events[4:]:
-        short(event)
+    short = folded(events[:1] + events[4:], ACCURACY)
     assert short.samples_per_joule == 10 * 16 / 3080.0
 
 

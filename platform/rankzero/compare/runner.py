@@ -127,9 +127,7 @@ def _measure(
     # A run that ends before its first report has no summary of its speed.
     curve = trained.curve
     summary = curve.ended.metrics if curve.ended else {}
-    # The batch size is the same under every strategy: it is over all ranks.
-    samples = curve.step * experiment.train.batch_size
-    speed = summary.get("samples_per_second", samples / max(curve.seconds, 1e-9))
+    speed = summary.get("samples_per_second", curve.mean_speed)
     notify(f"{run.name:10} {shown(speed):>12} samples/s")
     # The launcher gave it another name if this one was taken.
     sampled = fold(read_all(study.folder.children[-1].system(0)))

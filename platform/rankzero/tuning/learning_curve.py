@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged, SystemSampled
 from rankzero.experiment import Goal
-from rankzero.metric_names import STEP_SECONDS, TOKENS
+from rankzero.metric_names import SPEED, STEP_SECONDS, TOKENS
 
 
 class CurvePoint(NamedTuple):
@@ -31,6 +31,8 @@ class LearningCurve:
     points: list[CurvePoint] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
     """Training time up to the last report."""
+    samples: float = 0.0
+    """All samples up to then. Steps of `batches()` have not `train.batch_size` each."""
     tokens: float | None = None
     """All tokens up to then. None: the experiment counts none."""
     step: int = 0
@@ -45,7 +47,6 @@ class LearningCurve:
     sampled: float | None = None
     sampled_before: float | None = None
     """The times of the last sample, and of the last one before the first report of steps."""
-    batch_size: int = 0
     device: str = ""
     """The kind of device, as the run notes it."""
 
@@ -65,6 +66,7 @@ class LearningCurve:
                     # The reported numbers are means over the steps since the last report.
                     seconds = metrics[STEP_SECONDS][-1] * (steps[-1] - self.step)
                     self.seconds, self.step = self.seconds + seconds, steps[-1]
+                    self.samples += metrics.get(SPEED, [0.0])[-1] * seconds
                     if TOKENS in metrics:
                         self.tokens = (self.tokens or 0.0) + metrics[TOKENS][-1] * seconds
             case Evaluated(step=step, metrics=metrics) if self.goal.metric in metrics:
@@ -92,7 +94,7 @@ class LearningCurve:
     @property
     def mean_speed(self) -> float:
         """Return the samples/s of all steps. The run's summary leaves out the first ones."""
-        return self.step * self.batch_size / max(self.seconds, 1e-9)
+        return self.samples / max(self.seconds, 1e-9)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -139,7 +141,7 @@ class LearningCurve:
         steps, joules = self.step - self.step_before, self.training_joules
         if not steps or not joules:
             steps, joules = self.step, self.joules
-        return steps * self.batch_size / joules if joules else None
+        return self.samples * steps / max(1, self.step) / joules if joules else None
 
     @property
     def memory_megabytes(self) -> float | None:

@@ -196,7 +196,7 @@ def _follow(
 
     Prunes the trial if it cannot win, and kills it after a silence.
     """
-    curve = LearningCurve(job.objective.goal, batch_size=job.experiment.train.batch_size)
+    curve = LearningCurve(job.objective.goal)
     stop_reason, was_killed = "", False
     for events in _events(run):
         for event in events:
