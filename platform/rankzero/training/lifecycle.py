@@ -112,8 +112,9 @@ def tracked(
         # A failure in data() or model() comes before the start.
         lifecycle.start()
         outcome = lifecycle.outcome
-        peak_memory = device.peak_memory_megabytes(world)
-        summary = {**totals.summary(), "peak_memory_megabytes": peak_memory}
+        # An error ends this rank alone, so no other one answers.
+        own = {"peak_memory_megabytes": device.peak_memory_megabytes(world)}
+        summary = {**own, **totals.summary()}
         log(RunEnded(time.time(), outcome.status, outcome.reason, error, summary))
         log.close(finished=outcome.status == "FINISHED")
 

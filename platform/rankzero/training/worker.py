@@ -244,6 +244,7 @@ def _train(
     if finished and test_sets and job.world.all(failure is None):
         with watchdog.training():
             stopped = _test(job, state, test_sets, log, stop, totals) or stopped
+    (totals.peak_megabytes,) = job.world.highest(device.peak_memory_megabytes(job.world))
     return _outcome(job, state, stopped, failure, log.folder)
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rankzero.errors import UserError
+from rankzero.events import RunEnded
 from rankzero.launch import agent, rendezvous
 from rankzero.launch.agent import Topology
 from rankzero.launch.request import make_folder, request_for
@@ -21,6 +22,7 @@ from rankzero.launch.signals import SignalForwarder
 from rankzero.ranks import Ranks
 from rankzero.run_store.folder import Identity
 from rankzero.training.distributed.world import World, agreed_device, join, world_of_process_group
+from support.runs import of_kind
 from support.two_ranks import LAYERED, layered, waits
 
 
@@ -177,7 +179,7 @@ def test_several_gpus_without_nccl_are_one_error(
 
 
 @pytest.mark.parametrize(("strategy", "groups"), [("fsdp", 1), ("pp", 2)])
-def test_collectives_wait_longer_than_the_watchdog(
+def test_collectives_wait_longer_than_the_watchdog_and_the_peak_is_of_any_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, groups: int
 ) -> None:
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0")
@@ -190,5 +192,7 @@ def test_collectives_wait_longer_than_the_watchdog(
     with SignalForwarder() as signals:
         result = agent.run(Topology(2), waits, request, tmp_path / "logs", signals)
     assert result.status == "FINISHED", result
-    for rank in (0, 1):
-        assert json.loads((tmp_path / str(rank)).read_text()) == [86400] * groups
+    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1)]
+    assert [seconds for seconds, *_ in found] == [[86400] * groups] * 2
+    (end,) = of_kind(tmp_path / "waits", RunEnded)
+    assert end.metrics["peak_memory_megabytes"] > found[0][1] + 100, found

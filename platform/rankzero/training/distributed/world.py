@@ -85,6 +85,11 @@ class World:
         dist.all_gather_into_tensor(gathered, mine)
         return gathered.view(self.size, -1).to(values.device)
 
+    def highest(self, *mine: float) -> list[float]:
+        """Return the largest of each number over all ranks. Collective, not for each report."""
+        largest: list[float] = self.gather(torch.tensor(mine, dtype=torch.float64)).amax(0).tolist()
+        return largest
+
     def all(self, answer: bool) -> bool:
         """Return whether every rank's `answer` is true. Collective, not for each report."""
         # Alone, no question to the device: it would wait for all of its work.

@@ -35,6 +35,8 @@ class RunTotals:
     """The waits of the rank that waited longest, in each window."""
     blocked_seconds: float = 0.0
     """The time of waiting for checkpoints."""
+    peak_megabytes: float | None = None
+    """The memory of the rank that held the most. None: the training did not come to its end."""
     best: float | None = None
     last_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -72,6 +74,7 @@ class RunTotals:
         figures = {
             **{name: total / steady for name, total in self.rates.items()},
             "best": self.best,
+            "peak_memory_megabytes": self.peak_megabytes,
             "samples_per_second": self.steady_samples / steady if steady else None,
             # The method of batch means: windows of about a second are nearly independent.
             "samples_per_second_half_width": self.steady.half_width,

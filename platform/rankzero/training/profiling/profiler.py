@@ -83,7 +83,6 @@ def read(folder: Path) -> Profile:
 
 
 def _profile(request: ProfileRequest, world: Any) -> Profile:
-    import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 
     from rankzero.training.build import build
@@ -107,7 +106,7 @@ def _profile(request: ProfileRequest, world: Any) -> Profile:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as profiler:
         seconds, waited = timed_steps(job, state, batches, _STEPS)
-    slowest = float(world.gather(torch.tensor([bare])).max())
+    (slowest,) = world.highest(bare)
     if request.trace:
         path = Path(request.folder) / f"trace_rank_{world.ranks.rank}.json.gz"
         profiler.export_chrome_trace(str(path))

@@ -192,7 +192,7 @@ def _measure(
     batches = _batches(job, beat)
     state.model.train()
     _window(job, state, batches, 1)
-    (setup_seconds,) = _worst(world, time.perf_counter() - began)
+    (setup_seconds,) = world.highest(time.perf_counter() - began)
     # Nothing beats here, so it ends nothing.
     watchdog = Watchdog(_WATCH_MINUTES, world.ranks.rank, (), setup_seconds=math.inf)
     with watchdog.watching():
@@ -202,7 +202,7 @@ def _measure(
     local = _local_seconds(job, state, batches, steps) if world.is_distributed else None
     # An allocator that freed its cache was slow because the memory was full.
     peak = torch.cuda.max_memory_reserved()
-    thrashed, memory = _worst(world, _alloc_retries() - retries, peak)
+    thrashed, memory = world.highest(_alloc_retries() - retries, peak)
     samples = job.batch_order.mean_batch_size
     return ProbeResult(
         **dataclasses.asdict(cell),
@@ -215,7 +215,7 @@ def _measure(
         communication_fraction=0.0 if local is None else max(0.0, 1 - local / seconds),
         memory_bytes=int(memory) or None,
         memory_limit_bytes=_memory_limit(world),
-        seconds=_worst(world, time.perf_counter() - began)[0],
+        seconds=world.highest(time.perf_counter() - began)[0],
         setup_seconds=setup_seconds,
     )
 
@@ -278,15 +278,7 @@ def _window(job: TrainingContext, state: State, batches: Iterator[Any], steps: i
 
     before = job.suspended()
     taken = timed_steps(job, state, batches, steps)
-    return _worst(job.world, *taken, job.suspended() - before)
-
-
-def _worst(world: World, *mine: float) -> list[float]:
-    """Return the largest of each number over all ranks, which decide by it alike. Collective."""
-    import torch
-
-    gathered = world.gather(torch.tensor(mine, dtype=torch.float64))
-    return [float(largest) for largest in gathered.amax(dim=0)]
+    return job.world.highest(*taken, job.suspended() - before)
 
 
 def _alloc_retries() -> int:
