@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from rankzero.compare import tables
@@ -108,6 +110,10 @@ def test_the_table_and_the_sentence() -> None:
         == "Nothing is faster than single on 1 device: 1,000 samples/s."
     )
     assert tables.sentence(with_speed_ups([LOST])) == "Nothing could be measured."
+    close = dataclasses.replace(ONE, samples_per_second=1750.0, half_width=40.0)
+    assert tables.sentence(with_speed_ups([ONE, TWO, close])).endswith(
+        "of ideal); as fast within the intervals: single on 1 device."
+    )
     assert tables.markdown(found, ["x"]).count("\n| ") == 4
 
 

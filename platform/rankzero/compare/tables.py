@@ -85,6 +85,10 @@ def sentence(rows: Sequence[StrategyResult]) -> str:
     if best is known[0]:
         return f"Nothing is faster than {_where(best)}: {shown(best.samples_per_second)} samples/s."
     gain = f"{best.speed_up:.2f}x {_where(known[0])} ({best.efficiency:.0%} of ideal)"
+    low = best.samples_per_second - (best.half_width or 0.0)
+    alike = [row for row in known if row.samples_per_second + (row.half_width or 0.0) >= low]
+    also = ", ".join(_where(row) for row in alike if row is not best)
+    gain += f"; as fast within the intervals: {also}" if also else ""
     return f"Fastest: {_where(best)} with {shown(best.samples_per_second)} samples/s, {gain}."
 
 
