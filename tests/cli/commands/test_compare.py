@@ -53,7 +53,9 @@ def test_the_same_work_under_several_strategies(rankzero: Command) -> None:
 
 
 def test_a_profile_reports_the_parts_of_a_step(rankzero: Command) -> None:
-    output = rankzero.succeed("profile", LAYERED, "--nproc", 2)
+    output = rankzero.succeed(
+        "profile", LAYERED, "--nproc", 2, "train.drop_last=false", "train.batch_size=24"
+    )
     assert "A step takes" in output and "The limit is" in output and "aten::" in output
     run = next(iter(mlflow_runs(rankzero.folder).values()))
     assert run.status == "FINISHED" and "The limit is" in run.tags["mlflow.note.content"]
@@ -62,6 +64,7 @@ def test_a_profile_reports_the_parts_of_a_step(rankzero: Command) -> None:
         trace = json.loads(gzip.decompress((folder / f"trace_rank_{rank}.json.gz").read_bytes()))
         assert any("aten::" in str(event.get("name")) for event in trace["traceEvents"])
     found = json.loads((folder / "profile.json").read_text())
+    assert found["batch_size"] == 100 / 5, "four batches of 24, and one of 4"
     assert (
         sum(found["breakdown"].values()) == pytest.approx(1)
         and found["breakdown"]["communication"] > 0

@@ -49,7 +49,7 @@ class Profile:
     """The slowest rank's, without the profiler."""
     profiled_seconds: float
     """Rank 0's seconds per step, with the profiler."""
-    batch_size: int
+    batch_size: float
     breakdown: StepBreakdown
     costs: list[OperatorCost]
     device: str
@@ -114,7 +114,7 @@ def _profile(request: ProfileRequest, world: Any) -> Profile:
     return Profile(
         slowest / _STEPS,
         seconds / _STEPS,
-        job.batch_order.batch_size,
+        job.batch_order.mean_batch_size,
         breakdown(seconds, waited, spans),
         _costs(profiler.key_averages(), on_gpu),
         world.device.type,
