@@ -30,9 +30,9 @@ def number(value: object) -> float | None:
     return math.nan if math.isinf(real) else real
 
 
-def shown(value: float) -> str:
-    """Return a number as people read it: four digits, or whole from a thousand to a billion."""
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
+def shown(value: float, digits: int = 4) -> str:
+    """Return a number as people read it: with so many digits, or whole: ``12,240``."""
+    return f"{value:,.0f}" if 10 ** (digits - 1) <= abs(value) < 1e9 else f"{value:.{digits}g}"
 
 
 def rounded(text: str) -> str:

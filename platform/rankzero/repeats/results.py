@@ -19,7 +19,6 @@ from rankzero.reporting.markdown import inline
 from rankzero.reporting.run_facts import fold
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
-from rankzero.tuning.space import number_text
 
 _DATA, _DELETED = " data", "DELETED"
 
@@ -142,7 +141,7 @@ def sentence(results: Sequence[RunResult], goal: Goal) -> str:
         keys = ", ".join(key for key, _ in finished[0].run.values)
         over = f"{len(counted)} values of {keys} ({runs} runs)"
     return (
-        f"{goal.metric} {scalars.shown(found.mean)} ± {number_text(found.half_width, 2)}, "
+        f"{goal.metric} {scalars.shown(found.mean)} ± {scalars.shown(found.half_width, 2)}, "
         f"Student's 95 % interval over {over}.{lacks}"
     )
 
@@ -151,7 +150,7 @@ def metric_table(results: Sequence[RunResult]) -> tuple[list[str], list[list[str
     """Return the head and the rows of the table of means."""
     rows = []
     for key, one in means(results).items():
-        margin = "" if one.half_width is None else f"± {number_text(one.half_width, 2)}"
+        margin = "" if one.half_width is None else f"± {scalars.shown(one.half_width, 2)}"
         numbers = [*map(scalars.shown, (one.mean, one.lowest, one.highest))]
         rows.append([key, numbers[0], margin, *numbers[1:], str(one.runs)])
     return ["metric", "mean", "95 %", "lowest", "highest", "runs"], rows

@@ -22,7 +22,7 @@ from rankzero.tuning.learning_curve import LearningCurve
 from rankzero.tuning.objective import TO_TARGET, Objective, target_quality
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.places.remote_host import RemoteHost
-from rankzero.tuning.space import SCALED, Space, devices_text, number_text, settings_text
+from rankzero.tuning.space import SCALED, Space, devices_text, settings_text
 from rankzero.tuning.study import FIRST_RUNG, RUNGS, Study
 from rankzero.tuning.trial import REPEAT, TRAINED, Trial
 from rankzero.tuning.trials import follower
@@ -268,7 +268,7 @@ class Session:
             nonlocal reported
             if best is not None and objective.cannot_beat(curve, best, slack):
                 text = f"cannot beat the best, {objective.text(best)}, any more"
-                where = f"after {number_text(best)} s on {devices_text(devices)}"
+                where = f"after {shown(best, 3)} s on {devices_text(devices)}"
                 several = len(self._space.devices) > 1
                 return f"neither the fastest nor the cheapest {where}" if several else text
             # Rungs are training time. Steps of different batch sizes are no common measure.
@@ -528,7 +528,7 @@ class Session:
             late = not trial.feasible and objective.cannot_beat(curve, best, confirm.CLEARLY_WORSE)
             # By steps, because the trial may be another machine's.
             late = late or curve.step > most_steps
-            return f"does not reach the quality in {number_text(curve.seconds)} s" if late else ""
+            return f"does not reach the quality in {shown(curve.seconds, 3)} s" if late else ""
 
         experiment = override(self._space.experiment(trial.parameters), {"train.seed": seed})
         devices = self._space.devices_of(trial.parameters)

@@ -365,11 +365,6 @@ def devices_text(count: int) -> str:
     return f"{count} device{'s' if count > 1 else ''}"
 
 
-def number_text(value: float, digits: int = 3) -> str:
-    """Return a number of so many digits, but no power of ten for a large one: ``12,240``."""
-    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
-
-
 def only(space: Space, keys: Collection[str]) -> Space:
     """Return the space that varies batch size, precision and learning rate only if in `keys`."""
     train = space.reference.train

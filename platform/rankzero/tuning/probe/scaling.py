@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from rankzero.scalars import shown
 from rankzero.tuning.probe import grid
 from rankzero.tuning.probe.grid import ProbeResult
-from rankzero.tuning.space import devices_text, number_text
+from rankzero.tuning.space import devices_text
 
 SCALING_COLUMNS = ("devices", "samples/s", "speed-up", "efficiency", "communication", "source")
 _FARTHEST = 64  # times the most devices: no prediction beyond
@@ -49,7 +49,7 @@ class ScalingPoint:
         """Return the texts of `SCALING_COLUMNS`."""
         source = "prediction" if self.is_predicted else "measured"
         share = f"{self.communication:.0%} of a step" if self.communication else ""
-        speed, gain = shown(self.samples_per_second), f"{number_text(self.speed_up, 2)}x"
+        speed, gain = shown(self.samples_per_second), f"{shown(self.speed_up, 2)}x"
         gain += f" ± {self.half_width:.0%}" if self.half_width else ""
         return [str(self.devices), speed, gain, f"{self.efficiency:.0%}", share, source]
 
@@ -69,7 +69,7 @@ class Scaling:
         measured = [one for one in self.points if not one.is_predicted]
         first, last = measured[0], measured[-1]
         text = (
-            f"By the probe, batch {self.batch_size} is {number_text(last.speed_up, 2)}x as fast "
+            f"By the probe, batch {self.batch_size} is {shown(last.speed_up, 2)}x as fast "
             f"(± {last.half_width:.0%}) on {devices_text(last.devices)} as on {first.devices}: "
             f"{last.efficiency:.0%} efficiency"
         )

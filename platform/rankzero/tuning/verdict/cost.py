@@ -13,10 +13,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from rankzero.confidence import pooled_deviation, student_t
+from rankzero.scalars import shown
 from rankzero.tuning.next_trial import front
 from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.probe.scaling import SCALING_COLUMNS, Scaling, scaling
-from rankzero.tuning.space import Space, devices_text, number_text
+from rankzero.tuning.space import Space, devices_text
 from rankzero.tuning.trial import Trial
 from rankzero.tuning.verdict.confirm import Stored, by_trial
 from rankzero.tuning.verdict.decide import costs_of
@@ -118,8 +119,8 @@ class DeviceResult:
         if self.best:
             by_trial = {one.trial: one for one in self.best.values()}
             parts = [
-                f"{' and '.join(self._names(one).rsplit(', ', 1))} {number_text(one.seconds)} s "
-                f"and {number_text(one.cost)} on {devices_text(one.devices)} (trial {number})"
+                f"{' and '.join(self._names(one).rsplit(', ', 1))} {shown(one.seconds, 3)} s "
+                f"and {shown(one.cost, 3)} on {devices_text(one.devices)} (trial {number})"
                 for number, one in by_trial.items()
             ]
             texts = [f"To the target, at {self.price:g} per device-hour: {'; '.join(parts)}."]
@@ -163,9 +164,9 @@ def device_result(
 
 def _interval(value: float, spread: float, digits: int = 3, unit: str = "") -> str:
     """Return a value with its interval, if that is known: ``2.5x (2.3 to 2.7)``."""
-    ends = (number_text(one, digits) for one in (value / spread, value * spread))
+    ends = (shown(one, digits) for one in (value / spread, value * spread))
     known = f" ({' to '.join(ends)})" if math.isfinite(spread) else ""
-    return f"{number_text(value, digits)}{unit}{known}"
+    return f"{shown(value, digits)}{unit}{known}"
 
 
 def _by_cost(one: PricedTrial) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rankzero.experiment import Goal
 from rankzero.scalars import shown
 from rankzero.tuning.objective import TO_TARGET, Name
-from rankzero.tuning.space import number_text, settings_text
+from rankzero.tuning.space import settings_text
 from rankzero.tuning.verdict.decide import Candidate, Verdict, median
 
 
@@ -146,7 +146,7 @@ def _performance(name: Name, candidate: Candidate, goal: Goal, target: float | N
                 return f"does not reliably reach {wanted} ({len(values)} of {len(runs)} seeds)"
             if candidate.reached:
                 return f"reaches {wanted}{_in_time(name, candidate)}"
-            cost = number_text(statistics.fmean(candidate.costs), 2)
+            cost = shown(statistics.fmean(candidate.costs), 2)
             unit = "s" if name == "time-to-target" else "J"
             return (
                 f"reaches {wanted} on {len(values)} of {len(runs)} seeds"
@@ -168,8 +168,8 @@ def _in_time(name: Name, candidate: Candidate) -> str:
     if name not in TO_TARGET:
         return ""
     values = candidate.values
-    spread = f" ({number_text(min(values), 2)}-{number_text(max(values), 2)})"
-    cost = number_text(statistics.median(values), 2)
+    spread = f" ({shown(min(values), 2)}-{shown(max(values), 2)})"
+    cost = shown(statistics.median(values), 2)
     cost = f" in {cost} s" if name == "time-to-target" else f" with {cost} J"
     return f"{cost}{spread if len(values) > 1 else ''}"
 
