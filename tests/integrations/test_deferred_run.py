@@ -167,6 +167,27 @@ def test_evaluation_after_the_training_is_the_final_one(capsys: pytest.CaptureFi
     assert "earlier attempt" not in capsys.readouterr().out
 
 
+def test_evaluation_by_another_process_is_one_after_the_training(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trained, others = (DeferredRun("mine", name="r1", offline=True) for _ in range(2))
+    others.evaluated({"val/loss": 2.0}, 0)  # Before the training.
+    others.end()
+    trained.begin_training()
+    trained.evaluated({"val/loss": 1.0}, 4)
+    trained.end()
+    others.evaluated({"val/loss": 0.25}, 0)
+    others.evaluated({"test/loss": 0.75}, 0)
+    others.end()
+    found = [(one.step, dict(one.metrics)) for one in of_kind(Path("mlruns/runs/r1"), Evaluated)]
+    assert found[1:] == [
+        (4, {"val/loss": 1.0}),
+        (4, {"final/val/loss": 0.25}),
+        (4, {"test/loss": 0.75}),
+    ]
+    assert "earlier attempt" not in capsys.readouterr().out
+
+
 FORKED = """
 import os, sys, warnings
 from rankzero.integrations.deferred_run import DeferredRun

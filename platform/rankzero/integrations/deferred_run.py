@@ -148,17 +148,23 @@ class DeferredRun:
 
     def evaluated(self, metrics: Mapping[str, Any], step: int) -> None:
         """Log validation metrics at the framework's step, or as `final` ones."""
+        metrics, step = self.final(metrics, step)
         at = step + self.ahead
-        self.begin().evaluated(self._numbers(self.final(metrics, step), at), at)
+        self.begin().evaluated(self._numbers(metrics, at), at)
 
-    def final(self, metrics: Mapping[str, Any], step: int) -> Mapping[str, Any]:
-        """Return metrics, under ``final/`` if the training has evaluated the step before it ended.
+    def final(self, metrics: Mapping[str, Any], step: int) -> tuple[Mapping[str, Any], int]:
+        """Return metrics and their step, under ``final/`` if a training before evaluated the step.
 
         They may be those of the best weights, and the first value of a step counts.
         """
-        if self.is_over and self.begin().had(metrics, step + self.ahead):
-            return {f"final/{name}": value for name, value in metrics.items()}
-        return metrics
+        run = self.begin()
+        if run.trains or (step and not self.has_trained):
+            return metrics, step
+        # Another Trainer, and another process, count from 0.
+        step = step or run.highest_step - self.ahead
+        if (at := step + self.ahead) and run.had(metrics, at):
+            metrics = {f"final/{name}": value for name, value in metrics.items()}
+        return metrics, step
 
     def checkpoint(
         self, state_dict: Mapping[str, Any], step: int, metrics: Mapping[str, Any]

@@ -142,11 +142,10 @@ class RankZeroLogger(Logger):
             step += 1
         values = {f"{self._prefix}{name}": metrics[name] for name in metrics if name != "epoch"}
         run.begin()  # A fork learns thereby of a training in another one.
-        if "epoch" in metrics and step is not None and run.is_over:
-            # Another Trainer counts from 0.
-            step = max(step, self.newest_step or run.begin().highest_step - run.ahead)
-            values = {**run.final(values, step)}
-        run.log(values, step)
+        if "epoch" in metrics and step is not None:
+            run.log(*run.final(values, step or self.newest_step))
+        else:
+            run.log(values, step)
 
     def _begin_training(self, step: int) -> None:
         """Begin a training by its first step with metrics, as nothing else reports it."""
