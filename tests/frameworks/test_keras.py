@@ -243,13 +243,14 @@ tracker = example.RankZeroCallback("named", name="r1", checkpoints=False)
 fit(tracker, (images, labels), batch_size=8, epochs=1)
 fit(tracker, (images, labels), batch_size=8, epochs=1)
 fit(tracker, (images, labels), batch_size=8, epochs=2, initial_epoch=1)
+fit(tracker, (images, labels), batch_size=12, epochs=2, initial_epoch=1)
 # As another process does, with data of unknown length.
 tracker = example.RankZeroCallback("named", name="r1", checkpoints=False)
 fit(tracker, (stream(),), epochs=4, initial_epoch=3)
 """,
     )
     assert "earlier attempt" not in output, output
-    assert steps_of(tmp_path, tracked(tmp_path), "train/loss") == list(range(1, 13))
+    assert steps_of(tmp_path, tracked(tmp_path), "train/loss") == list(range(1, 15))
 
 
 def test_callbacks_from_several_threads_lose_no_batch(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class RankZeroCallback(keras.callbacks.Callback):
         self._experiment, self._given, self._options = experiment, dict(params or {}), options
         self._checkpoints = checkpoints
         self._run = DeferredRun(experiment, **options)
-        self._first = self._before = self._seen = 0
+        self._before = self._seen = 0
         self._fits = self._begins = self._counts_on = False
 
     def set_model(self, model: keras.Model) -> None:
@@ -64,7 +64,7 @@ class RankZeroCallback(keras.callbacks.Callback):
         self._run.end()
         self._counts_on = self._options.get("name") is not None and self._run.has_trained
         if not self._counts_on:
-            self._run, self._first = DeferredRun(self._experiment, **self._options), 0
+            self._run = DeferredRun(self._experiment, **self._options)
         self._run.add_params({**_settings(self.model, self.params or {}), **self._given})
         self._seen = 0
         self._fits = self._begins = True
@@ -74,13 +74,12 @@ class RankZeroCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Continue the numbers of the batches, also from an `initial_epoch`."""
-        length = self._length()
         if self._begins:
-            self._begins = False
-            if (self._counts_on and not epoch) or (epoch and not length):
-                self._first = self._run.begin().highest_step
-            self._before = self._first
-        self._before = self._first + epoch * length if length else self._before + self._seen
+            self._begins, length = False, self._length()
+            counts_on = self._counts_on or (epoch and not length)
+            self._before = self._run.begin().highest_step if counts_on else epoch * (length or 0)
+        else:
+            self._before += self._seen
         self._seen = 0
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
