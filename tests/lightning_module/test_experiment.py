@@ -16,6 +16,7 @@ from rankzero import Train, config, experiment_file
 from rankzero.errors import UserError
 from rankzero.experiment import is_outdated
 from rankzero.launch.request import refuse_new
+from rankzero.lightning_module import ignored_hooks
 from rankzero.lightning_module.experiment import adopt
 from rankzero.lightning_module.steps_and_log import TrainerStub
 from support.training import Trainer, tiny
@@ -214,6 +215,24 @@ def test_a_loaders_batch_size_that_the_run_ignores_is_noticed() -> None:
     for size, note in ((32, "the training loader has batch_size=8, the run 32"), (8, "")):
         experiment = config.override(adopt(Sized, [], {})(), {"train.batch_size": size})
         assert experiment._loader_note == note.replace("run ", "run train.batch_size=")  # type: ignore[attr-defined]
+
+
+class Images:
+    """A data module with arguments that its module has, too."""
+
+    def __init__(self, size: int = 224, batch_size: int = 128) -> None: ...
+
+
+@pytest.mark.parametrize(("size", "text"), [(224, ""), (32, "size is 32 in Net and 224 in Images")])
+def test_arguments_of_a_module_and_its_data_module_must_have_one_default(
+    size: int, text: str
+) -> None:
+    class Net(Module):
+        def __init__(self, lr: float = 0.1, size: int = size, batch_size: int = 32) -> None: ...
+
+    experiment = adopt(Net, [Images], {})
+    assert experiment().train.batch_size == 128
+    assert ignored_hooks(experiment).partition(":")[0] == text
 
 
 class Awkward(Module):

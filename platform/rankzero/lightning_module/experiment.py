@@ -170,9 +170,9 @@ def adopt(
     sizes = [init_arguments.parameters(cls).get(init_arguments.BATCH_SIZE) for cls in classes]
     batch_sizes = [one.default for one in sizes if one and type(one.default) is int]
     train = names["train"] if isinstance(names.get("train"), Train) else Train()
-    # A batch size that the file gives `Train` comes first.
+    # A batch size that the file gives `Train` comes first, and a data module's before the module's.
     if batch_sizes and train.batch_size == Train.batch_size:
-        train = dataclasses.replace(train, batch_size=batch_sizes[0])
+        train = dataclasses.replace(train, batch_size=batch_sizes[-1])
     kinds = {"goal": Goal, "search": Mapping}
     # Each module gets a class of its own, because the fields of an experiment belong to its class.
     namespace = {
@@ -190,7 +190,7 @@ def adopt(
         **{name: names[name] for name, kind in kinds.items() if isinstance(names.get(name), kind)},
         "lr": init_arguments.learning_rate(module),
         "source": _Source(module, next(iter(data_modules), None), data),
-        IGNORED: next(filter(None, ignored), ""),
+        IGNORED: next(filter(None, ignored), "") or init_arguments.clash_of(classes),
     }
     return type(module.__name__, (_LightningExperiment,), namespace)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rankzero.config.values import is_setting_type
@@ -58,6 +58,17 @@ def fields_of(classes: Iterable[type[Any]]) -> dict[str, tuple[Any, Any]]:
             if name not in _NO_FIELDS and is_setting_type(kind):
                 fields.setdefault(_field_of(name), (kind, default))
     return fields
+
+
+def clash_of(classes: Sequence[type[Any]]) -> str:
+    """Return which setting has one default in the first class, and another in the last, or ""."""
+    first, last = fields_of(classes[:1]), fields_of(classes[-1:])
+    values = [(name, first[name][1], last[name][1]) for name in first if name in last]
+    for name, one, other in values:
+        if one != other:
+            places = f"{one!r} in {classes[0].__name__} and {other!r} in {classes[-1].__name__}"
+            return f"{name} is {places}: give both one default, or rename one"
+    return ""
 
 
 def values_for(
