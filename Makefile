@@ -55,8 +55,8 @@ EXTRAS_integrations := metrics,streams,lightning,transformers,accelerate,ignite
 EXTRAS_keras := keras
 EXTRAS_deepspeed := deepspeed
 EXTRAS_ray := ray
-# For Transformers' example in test-scripts, and for benchmarks/adapters.py.
-PACKAGES_integrations := evaluate tensorboard
+# For Transformers' example in test-scripts, for benchmarks/adapters.py, and for LightningCLI.
+PACKAGES_integrations := evaluate tensorboard 'jsonargparse[signatures]'
 # No extra: it asks for older versions of these, such as PyTorch below 2.7.1. It runs with those of the lock.
 PACKAGES_composer := mosaicml==0.32.1
 NEWER_composer := torch|torchvision|pillow|importlib-metadata|packaging|numpy

@@ -136,11 +136,15 @@ def test_lightnings_command_line_trains_with_logger_and_callback(tmp_path: Path)
     needs("jsonargparse")
     (tmp_path / "script.py").write_text(CLI)
     (tmp_path / "given.yaml").write_text(CONFIG)
-    code, output = run("script.py", tmp_path, "fit", "--config", "given.yaml")
-    assert code == 0, output
+    for more in ([], ["--trainer.max_epochs=2", "--ckpt_path=last"]):
+        code, output = run("script.py", tmp_path, "fit", "--config", "given.yaml", *more)
+        assert code == 0, output
     folder = tmp_path / "mlruns/runs/r1"
-    assert "limit_train_batches: 3" in (folder / "lightning/config.yaml").read_text()
-    assert [*points(list(read_all(folder / "events.jsonl")))["train/loss"]] == [1, 2, 3]
+    for file, epochs in (("config_1.yaml", 1), ("config.yaml", 2)):
+        assert f"max_epochs: {epochs}" in (folder / "lightning" / file).read_text()
+    events = list(read_all(folder / "events.jsonl"))
+    assert [*points(events)["train/loss"]] == [1, 2, 3, 4, 5, 6]
+    assert [one.status for one in events if isinstance(one, RunEnded)] == ["FINISHED"] * 2
     assert [*(folder / "lightning").rglob("*.ckpt")]
 
 

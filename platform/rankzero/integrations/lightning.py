@@ -68,7 +68,7 @@ class RankZeroLogger(Logger):
         """That of the callback's training, until its end."""
         self._begins = False
         """Whether a training without a `RankZeroCallback` begins with the next metrics."""
-        self._is_async = False
+        self._has_folder = self._is_async = False
         self._unwritten: list[str] = []
         """The checkpoints that a thread of Lightning writes until the training ends."""
 
@@ -97,8 +97,13 @@ class RankZeroLogger(Logger):
         """
         if "lightning.pytorch.cli" not in sys.modules:
             return None
-        folder = self.deferred_run.begin().folder
-        return None if folder is None else str(folder / "lightning")
+        if (run := self.deferred_run.begin().folder) is None:
+            return None
+        folder, was_asked, self._has_folder = run / "lightning", self._has_folder, True
+        # LightningCLI refuses to replace the settings of the call that this one continues.
+        if not was_asked and (former := folder / "config.yaml").exists():
+            former.rename(folder / f"config_{len([*folder.glob('config*.yaml')])}.yaml")
+        return str(folder)
 
     @rank_zero_only
     def log_hyperparams(
