@@ -345,6 +345,18 @@ def test_transformers_evaluation_after_a_training_logs_no_value_again() -> None:
     assert not [note for note in notes(only_run()) if "earlier attempt" in note]
 
 
+def test_transformers_searches_that_choose_at_the_same_moment_take_other_runs() -> None:
+    needs("transformers")
+    from transformers import TrainerState
+
+    from rankzero.integrations.transformers import RankZeroCallback
+
+    workers = [RankZeroCallback(name="r") for _ in range(2)]
+    for one in workers:  # Neither run has begun.
+        one._next_run(TrainerState(is_hyper_param_search=True))
+    assert [one._run.name for one in workers] == ["r-1", "r-2"]
+
+
 def test_suite_that_cannot_be_had_is_a_failure_with_its_reason(tmp_path: Path) -> None:
     code, output = run(
         "-m",

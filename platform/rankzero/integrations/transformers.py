@@ -5,11 +5,14 @@ Trainer(…, TrainingArguments(report_to="none"), callbacks=[RankZeroCallback("m
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rankzero.integrations.deferred_run import DeferredRun
-from rankzero.run_store.location import root_of
+from rankzero.run_store.location import make_root, root_of
+from rankzero.run_store.names import checked_run
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -59,15 +62,22 @@ class RankZeroCallback(TrainerCallback):
         self._searches, options = state.is_hyper_param_search, dict(self._options)
         if self._searches:
             self._trials += 1
-            if (name := options.get("name")) is not None:
-                # A search of another process may continue.
-                runs = root_of(options.get("folder")) / "runs"
-                while (runs / f"{name}-{self._trials}").exists():
-                    self._trials += 1
-                options["name"] = f"{name}-{self._trials}"
+            if state.is_world_process_zero and (name := options.get("name")) is not None:
+                options["name"] = self._take_name(name, root_of(options.get("folder")))
         self._run = DeferredRun(self._experiment, **options)
         if self._searches:
             self._run.add_params({"trial": state.trial_name or self._trials})
+
+    def _take_name(self, name: str, root: Path) -> str:
+        make_root(root)
+        (root / "runs").mkdir(exist_ok=True)
+        while True:
+            taken = checked_run(f"{name}-{self._trials}")
+            # A search of another process may continue, or choose at the same moment.
+            with contextlib.suppress(FileExistsError):
+                (root / "runs" / taken).mkdir()
+                return taken
+            self._trials += 1
 
     def on_log(
         self,
