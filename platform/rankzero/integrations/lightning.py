@@ -146,7 +146,6 @@ class RankZeroLogger(Logger):
         elif trains and self._is_of_next(step):
             step += 1
         values = {f"{self._prefix}{name}": metrics[name] for name in metrics if name != "epoch"}
-        run.begin()  # A fork learns thereby of a training in another one.
         if "epoch" in metrics and step is not None:
             run.log(*run.final(values, step or self.newest_step))
         else:
