@@ -15,7 +15,7 @@ _SLOWER = 1.25
 _LATER = 0.1
 # Fewer windows show no pattern.
 _WINDOWS = 5
-# Seconds. Two marks for each shorter wait would slow down steps that are all launches.
+# Seconds. A second mark for each shorter wait would slow down steps that are all launches.
 _SHORT_WAIT = 1e-4
 
 
@@ -46,11 +46,14 @@ class TimedBatches:
         begun = time.perf_counter()
         batch = self._next()
         seconds = time.perf_counter() - begun
-        # An event that has passed: the GPU has nothing to do, and the host holds it up.
-        if self._mark is None or (seconds < _SHORT_WAIT and before.query()):
+        if self._mark is None:
             self._seconds += seconds
-        else:
-            self._marks.append((before, self._mark()))
+        # An event that has passed: the GPU has nothing to do, and the host holds it up.
+        elif before.query():
+            if seconds < _SHORT_WAIT:
+                self._seconds += seconds
+            else:
+                self._marks.append((before, self._mark()))
         return batch
 
     def read(self) -> float:
