@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankzero import Choice, Experiment, Goal, Integer, Train, Uniform
-from rankzero.tuning.next_trial import challengers, from_earlier, upcoming
+from rankzero.tuning.next_trial import challengers, from_earlier, leading, upcoming
 from rankzero.tuning.space import BATCH_INDEX, FACTOR, PRECISION, make_space
 from rankzero.tuning.trial import REPEAT, Trial, Trials
 
@@ -112,6 +112,18 @@ def test_a_fast_trial_that_missed_the_quality_gets_other_settings_first() -> Non
     # One is hardly faster than the best, one is too far from the quality.
     for one in (trial(1, 6.5, quality=0.1, **ours), trial(1, 3.0, quality=0.3, **ours)):
         assert planned(one)[:2] == [(2, 8), (0, 8)]
+
+
+def test_without_a_hit_the_search_follows_the_nearest_miss_and_not_the_fastest() -> None:
+    own = {**SPACE.reference_parameters(), FACTOR: 1.0}
+    near = trial(1, 4.66, quality=0.9887, **{**own, FACTOR: 8.0})
+    misses = [trial(0, 1.54, quality=0.9944, **own), near]
+    trials = Trials([*misses, trial(2, 1.53, quality=0.9946, **{**own, FACTOR: 0.125})])
+    assert leading(trials) == near
+    following = upcoming(trials, [], SPACE)
+    assert following is not None and following[FACTOR] > 8.0
+    trials.put(trial(3, 9.0, quality=0.0, **own))
+    assert leading(trials) == trials[3], "any hit is nearer"
 
 
 def test_a_challenger_may_be_like_the_reference() -> None:

@@ -188,7 +188,12 @@ def _fast_misses(trials: Trials, space: Space, best: Trial) -> list[Parameters]:
 
 def leading(trials: Trials) -> Trial | None:
     """Return the best feasible trial; without one, the complete trial nearest to the quality."""
-    return next((one for one in trials.ranked() if one.counts), None)
+    best = next((one for one in trials.ranked() if one.counts), None)
+    if best is None or best.feasible:
+        return best
+    # The value of a miss is mostly its time, and a short training is not near for that.
+    misses = (one for one in trials.misses() if one.counts)
+    return min(misses, key=lambda one: one.constraints.get(QUALITY, math.inf))
 
 
 def nearest_curve(trials: Trials) -> tuple[list[CurvePoint], int]:
