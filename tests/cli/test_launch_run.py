@@ -134,6 +134,16 @@ def test_a_rank_that_was_killed_after_the_training_is_named(folder: RunFolder) -
     assert console.notices == ["after the training, rank 1 was killed by SIGKILL"]
 
 
+def test_only_the_first_machine_says_how_the_logging_of_the_model_ended(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANKZERO_WAIT_DELIVERY", "1")
+    folder.late_model.touch()
+    plan, result = plan_of(folder, 2), agent.LaunchResult("FINISHED")
+    codes = [launch_run._report(plan, result, Told(None, is_first)) for is_first in (True, False)]  # type: ignore[arg-type]
+    assert codes == [74, 0]
+
+
 @pytest.mark.parametrize(("total", "halved"), [(None, None), (100, 8)])
 def test_a_model_that_does_not_fit_keeps_its_micro_batch(
     tmp_path: Path, total: int | None, halved: int | None

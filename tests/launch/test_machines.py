@@ -107,7 +107,6 @@ def test_a_step_that_cannot_be_one_run_is_refused(changes: dict[str, str], says:
 @pytest.mark.parametrize(
     ("endpoint", "divided"),
     [
-        ("fd77::1", ("fd77::1", 29400)),
         ("[fd77::1]", ("fd77::1", 29400)),
         ("[fd77::1]:7", ("fd77::1", 7)),
         ("first:7", ("first", 7)),
@@ -115,6 +114,12 @@ def test_a_step_that_cannot_be_one_run_is_refused(changes: dict[str, str], says:
 )
 def test_an_endpoint_may_be_an_address_with_colons(endpoint: str, divided: object) -> None:
     assert machines._divided(endpoint) == divided
+
+
+@pytest.mark.parametrize("endpoint", ["fd77::1", "fd77::1:8080", "first:x"])
+def test_an_endpoint_that_may_be_read_in_two_ways_is_refused(endpoint: str) -> None:
+    with pytest.raises(UserError, match=r"write HOST:PORT or \[ADDRESS\]:PORT"):
+        machines._divided(endpoint)
 
 
 def test_who_serves_the_rendezvous() -> None:

@@ -159,6 +159,11 @@ def test_a_helper_with_another_kind_of_device_is_refused(study: Study) -> None:
     agree_on_space(study, on_a100, [], SearchOptions())
     with pytest.raises(UserError, match=r"on A100, this command .* on H100: .* kind of device"):
         check_space(study, on_h100, SearchOptions())
+    # The queue gave the next leader another machine.
+    agree_on_space(study, on_h100, [], SearchOptions())
+    assert check_space(study, on_h100, SearchOptions()).batch_sizes
+    with pytest.raises(UserError, match=r"on H100, this command .* on A100"):
+        check_space(study, on_a100, SearchOptions())
 
 
 def test_a_helper_with_another_space_is_refused(study: Study) -> None:

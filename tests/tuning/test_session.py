@@ -830,7 +830,7 @@ def test_one_host_of_a_cluster_confirms_and_another_kind_of_device_is_named(
     confirms = [any(one.train.seed >= 1000 for one in by.started) for by in launchers]
     assert sorted(confirms) == [False, True] and launchers[confirms.index(False)].host.close.called
     (line,) = [one for one in lines if "accelerator_type" in one]
-    assert "configuration ran on A100, and other trainings on H100" in line
+    assert "Trainings ran on A100 and H100: " in line
     assert study.facts[DEVICE_KINDS] == ["A100", "H100"]
     setup = SimpleNamespace(space=SPACE, options=options)
     assert _sentence(setup, study, found).endswith(line)  # type: ignore[arg-type]

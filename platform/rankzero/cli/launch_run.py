@@ -255,7 +255,8 @@ def _report(plan: LaunchPlan, result: agent.LaunchResult, console: Console) -> i
         raise RunFailed(ended.reason + (f" ({result.reason})" if result.killed_by else ""))
     if ended.status == "KILLED":
         return RESUMABLE if _has_checkpoint(plan.folder) else FAILED
-    return delivery_notes.exit_code(plan.folder)
+    # The first machine may still log the best model, and its command says how that ended.
+    return FINISHED if console.is_first is False else delivery_notes.exit_code(plan.folder)
 
 
 def _has_checkpoint(folder: RunFolder) -> bool:

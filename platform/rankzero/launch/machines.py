@@ -225,10 +225,11 @@ def _port_of(job: str) -> int:
 
 def _divided(endpoint: str) -> tuple[str, int]:
     host, colon, port = endpoint.rpartition(":")
-    if not colon or endpoint.endswith("]") or _is_address(endpoint):
+    if not colon or endpoint.endswith("]"):
         host, port = endpoint, str(DEFAULT_PORT)
-    if not port.isdecimal():
-        raise UserError(f"--rdzv-endpoint {endpoint}: write HOST:PORT")
+    # The last part of an IPv6 address without brackets may be a port as well.
+    if not port.isdecimal() or _is_address(endpoint):
+        raise UserError(f"--rdzv-endpoint {endpoint}: write HOST:PORT or [ADDRESS]:PORT")
     return host.strip("[]"), int(port)
 
 

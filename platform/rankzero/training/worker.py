@@ -230,6 +230,8 @@ def _train(
         gc.freeze()
         with watchdog.training():
             stopped = fit(job, state, log, stop, checkpoints, totals)
+            # Here, and not after rank 0 has written: another rank may be gone by then.
+            (totals.peak_megabytes,) = job.world.highest(device.peak_memory_megabytes(job.world))
         # The time limit is an end that the user planned.
         finished = stopped in (StopCode.NONE, StopCode.TIME_LIMIT)
     finally:
@@ -244,7 +246,6 @@ def _train(
     if finished and test_sets and job.world.all(failure is None):
         with watchdog.training():
             stopped = _test(job, state, test_sets, log, stop, totals) or stopped
-    (totals.peak_megabytes,) = job.world.highest(device.peak_memory_megabytes(job.world))
     return _outcome(job, state, stopped, failure, log.folder)
 
 

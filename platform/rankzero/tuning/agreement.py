@@ -92,9 +92,11 @@ def agree_on_space(
     _check_began_alike(study, space, options)
     found, fact = _stored_space(study, space), study.facts[SPACE]
     _check_sizes(study, found)
-    if "speed" not in fact:
-        # An older version had a narrower range of the learning rate. Helpers have this one, too.
-        study.note(SPACE, {**fact, "signature": _signature(found, options)})
+    # An older version had a narrower range of the learning rate, and noted no device. Helpers have
+    # this range, too, and the device of the process that leads now.
+    news = {} if "speed" in fact else {"signature": _signature(found, options)}
+    if news or fact.get("device") != space.device:
+        study.note(SPACE, {**fact, **news, "device": space.device})
     return found
 
 

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
             return resume.continue_run(known, arguments, machines, experiment)
         except resume.NothingLeft as error:
             print(f"note: {error}")
-            if delivery_notes.exit_code(known):
+            if delivery_notes.exit_code(known) and not arguments.offline:
                 sync.deliver(known, set(), is_named=True, seconds=patience().seconds)
             return delivery_notes.exit_code(known)
     refuse_new(type(experiment))

@@ -46,14 +46,12 @@ class TimedBatches:
         begun = time.perf_counter()
         batch = self._next()
         seconds = time.perf_counter() - begun
-        if self._mark is None:
-            self._seconds += seconds
+        if self._mark is not None and seconds >= _SHORT_WAIT:
+            # Also while the GPU computes: its kernels may wait for the copy of this batch.
+            self._marks.append((before, self._mark()))
         # An event that has passed: the GPU has nothing to do, and the host holds it up.
-        elif before.query():
-            if seconds < _SHORT_WAIT:
-                self._seconds += seconds
-            else:
-                self._marks.append((before, self._mark()))
+        elif self._mark is None or before.query():
+            self._seconds += seconds
         return batch
 
     def read(self) -> float:

@@ -64,11 +64,10 @@ def sentence(
 
 
 def different_devices(names: Sequence[str]) -> str:
-    """Return the sentences about times of several kinds of device, that of the reference first."""
+    """Return the sentences about times of several kinds of device."""
     return (
-        f"Your own configuration ran on {names[0]}, and other trainings on "
-        f"{' and '.join(names[1:])}: their times do not compare. For one kind, give --new and "
-        "`-- --constraint NAME` (Slurm) or `-- accelerator_type=NAME` (Ray)."
+        f"Trainings ran on {' and '.join(names)}: their times do not compare. For one kind, give "
+        "--new and `-- --constraint NAME` (Slurm) or `-- accelerator_type=NAME` (Ray)."
     )
 
 
