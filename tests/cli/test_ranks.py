@@ -46,6 +46,12 @@ def test_ranks_with_different_data_end_at_once_with_one_message(
     assert time.monotonic() - begun < 60
 
 
+def test_ranks_with_other_data_of_the_same_length_get_a_notice(rankzero: Command) -> None:
+    rankzero.environ["UNSETTLED"] = "other 1"
+    code, output = rankzero("train", UNSETTLED, "--nproc", 2, "train.steps=1", "--offline")
+    assert code == 0 and "note: ranks have other samples than rank 0 (training): " in output, output
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_that_hangs_before_the_first_step_is_named(rankzero: Command, rank: int) -> None:
     rankzero.environ |= {"UNSETTLED": f"hang {rank}", "RANKZERO_SETUP_SECONDS": "3"}

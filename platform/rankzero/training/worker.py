@@ -143,10 +143,9 @@ def attempt(
         validation = {sets.context(name): one.dataset for name, one in job.val_loaders.items()}
         used = {"training": job.train_loader.dataset, **validation, **test_sets}
         file = request.environment.get("rankzero.experiment_file", request.experiment_file)
-        data = used.items() if world.ranks.first else ()
-        described = [digest.describe(one, use, file) for use, one in data]
+        described = [digest.describe(one, use, file) for use, one in used.items()]
         run.start(state.step, job.total_steps, described, job.model_tags)
-        for text in _notices(request, job, state, used):
+        for text in (*_notices(request, job, state, used), *sets.differences(world, described)):
             log.notice(text)
         run.outcome = _train(job, state, log, stop, totals, watchdog, test_sets)
     return run.outcome

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
 from rankzero.errors import UserError
+from rankzero.events import DataDescribed
 from rankzero.experiment import Experiment, Goal
 from rankzero.training.data import stream
 from rankzero.training.data.order import (
@@ -118,6 +119,18 @@ def check_same(world: World, method: str, sets: Mapping[str, Any], workers: int 
     lengths = world.gather(torch.tensor([length_of(one) for one in sets.values()]))
     for number, name in enumerate(sets):
         check_same_lengths(name, lengths[:, number].tolist(), method)
+
+
+def differences(world: World, described: Sequence[DataDescribed]) -> Iterator[str]:
+    """Yield a notice if the digest of a data set is not the same on every rank. Collective."""
+    digests = world.gather(torch.tensor([zlib.crc32(one.digest.encode()) for one in described]))
+    differs = (digests != digests[0]).any(dim=0)
+    if names := [one.context for one, is_other in zip(described, differs, strict=True) if is_other]:
+        yield (
+            f"ranks have other samples than rank 0 ({', '.join(names)}): they train on some "
+            "samples twice, and on others never; shuffle and split with a seed, such as "
+            "self.train.seed, and sort lists of files"
+        )
 
 
 def batch_order(experiment: Experiment, world: World, train_set: Any, shards: int) -> BatchOrder:
