@@ -10,7 +10,7 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankzero.confidence import RunningMean, half_width, pooled_deviation, student_t
+from rankzero.confidence import RunningRatio, half_width, pooled_deviation, student_t
 
 
 @given(st.integers(1, 500), st.floats(0.55, 0.9999))
@@ -38,14 +38,14 @@ def test_pooled_deviation_ignores_differences_between_groups() -> None:
     assert pooled_deviation([[1.0], []]) == (0.0, 0)
 
 
-@given(st.lists(st.floats(1e-3, 1e6), max_size=40))
-def test_a_running_mean_has_the_interval_of_all_values(values: list[float]) -> None:
-    running = RunningMean()
-    for value in values:
-        running.add(value)
-    if values:
-        assert running.mean == pytest.approx(statistics.fmean(values))
-    wanted = half_width(values)
-    assert (running.half_width is None) == (wanted is None)
-    if wanted is not None:
-        assert running.half_width == pytest.approx(wanted, rel=1e-6, abs=1e-6)
+@given(st.lists(st.tuples(st.floats(1, 1e6), st.floats(1e-3, 1e3)), min_size=2, max_size=40))
+def test_the_interval_of_a_ratio_is_that_of_its_residuals(pairs: list[tuple[float, float]]) -> None:
+    running = RunningRatio()
+    for above, below in pairs:
+        assert (running.half_width is None) == (running.count < 2)
+        running.add(above, below)
+    seconds = statistics.fmean(below for _, below in pairs)
+    ratio = statistics.fmean(above for above, _ in pairs) / seconds
+    wanted = half_width([(above - ratio * below) / seconds for above, below in pairs])
+    assert running.above / running.below == pytest.approx(ratio)
+    assert running.half_width == pytest.approx(wanted, rel=1e-6, abs=1e-5 * ratio)

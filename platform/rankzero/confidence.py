@@ -53,25 +53,34 @@ def _half_width(count: int, deviation: float) -> float:
 
 
 @dataclasses.dataclass
-class RunningMean:
-    """The mean of values that come one by one, and its interval, without a list of them."""
+class RunningRatio:
+    """The ratio of two sums whose terms come in pairs, and its interval, without a list of them."""
 
     count: int = 0
-    mean: float = 0.0
-    _squares: float = 0.0
+    above: float = 0.0
+    below: float = 0.0
+    _squares: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
-    def add(self, value: float) -> None:
-        """Take in a value (Welford 1962)."""
+    def add(self, above: float, below: float) -> None:
+        """Take in a pair."""
         self.count += 1
-        before, self.mean = self.mean, self.mean + (value - self.mean) / self.count
-        self._squares += (value - before) * (value - self.mean)
+        self.above += above
+        self.below += below
+        aa, ab, bb = self._squares
+        self._squares = aa + above**2, ab + above * below, bb + below**2
 
     @property
     def half_width(self) -> float | None:
-        """Return half the 95 % interval of the mean, or None with fewer than two values."""
+        """Return half the 95 % interval of the ratio, or None with fewer than two pairs.
+
+        A residual is what a pair has more than the ratio says (Cochran 1977).
+        """
         if self.count < 2:
             return None
-        return _half_width(self.count, math.sqrt(self._squares / (self.count - 1)))
+        ratio, (aa, ab, bb) = self.above / self.below, self._squares
+        residuals = max(0.0, aa - 2 * ratio * ab + ratio**2 * bb)
+        deviation = math.sqrt(residuals / (self.count - 1))
+        return _half_width(self.count, deviation) * self.count / self.below
 
 
 def pooled_deviation(groups: Sequence[Sequence[float]]) -> tuple[float, int]:

@@ -166,9 +166,11 @@ def figures(*windows: float) -> dict[str, float]:
 def test_throughput_skips_the_warm_up_and_has_an_interval() -> None:
     found = figures(9.0, 5.0, 1.0, 1.0, 2.0)
     assert found["samples_per_second"] == pytest.approx(300 / 4)
-    rates = [100.0, 100.0, 50.0]
-    expected = scipy.stats.t.ppf(0.975, 2) * scipy.stats.sem(rates)
+    residuals = [100 - 75, 100 - 75, 100 - 150]
+    expected = scipy.stats.t.ppf(0.975, 2) * scipy.stats.sem(residuals) / (4 / 3)
     assert found["samples_per_second_half_width"] == pytest.approx(expected)
+    short = figures(1.0, 1.0, 1.0, 1.1, 0.001, 1.0, 0.9)
+    assert short["samples_per_second_half_width"] < 100 < short["samples_per_second"]
 
 
 def test_throughput_is_missing_before_the_first_window_after_the_warm_up() -> None:

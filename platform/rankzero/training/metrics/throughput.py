@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 
-from rankzero.confidence import RunningMean
+from rankzero.confidence import RunningRatio
 from rankzero.training.metrics.straggler import straggler
 from rankzero.training.metrics.window import WindowStats
 
@@ -19,10 +19,8 @@ class RunTotals:
     """The loop's sums for the run's summary. Evaluations and checkpoints do not count."""
 
     windows: int = 0
-    steady: RunningMean = dataclasses.field(default_factory=RunningMean)
-    """The samples per second of the windows after the warm-up."""
-    steady_samples: int = 0
-    steady_seconds: float = 0.0
+    steady: RunningRatio = dataclasses.field(default_factory=RunningRatio)
+    """The samples and seconds of the windows after the warm-up."""
     rates: dict[str, float] = dataclasses.field(default_factory=dict)
     """The steady windows' tokens per second and FLOP/s utilisation, times their seconds."""
     forwards: list[float] = dataclasses.field(default_factory=list)
@@ -55,9 +53,7 @@ class RunTotals:
         # Sums, and no list of windows: a run may last for months.
         self.windows += not was_suspended
         if self.windows > _WARM_UP_WINDOWS and window.seconds > 0 and not was_suspended:
-            self.steady.add(samples / window.seconds)
-            self.steady_samples += samples
-            self.steady_seconds += window.seconds
+            self.steady.add(samples, window.seconds)
             for name, rate in (rates or {}).items():
                 self.rates[name] = self.rates.get(name, 0.0) + rate * window.seconds
             # The sums are empty before the first such window.
@@ -70,13 +66,13 @@ class RunTotals:
 
     def summary(self) -> dict[str, float]:
         """Return the run's figures, without those that were not measured."""
-        steady = self.steady_seconds
+        steady = self.steady.below
         figures = {
             **{name: total / steady for name, total in self.rates.items()},
             "best": self.best,
             "peak_memory_megabytes": self.peak_megabytes,
-            "samples_per_second": self.steady_samples / steady if steady else None,
-            # The method of batch means: windows of about a second are nearly independent.
+            "samples_per_second": self.steady.above / steady if steady else None,
+            # The method of batch means: windows are nearly independent, and may be short.
             "samples_per_second_half_width": self.steady.half_width,
             "steps": float(self.steps),
             "train_seconds": self.train_seconds,
