@@ -9,6 +9,7 @@ import resource
 import signal
 import sys
 import time
+import weakref
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,19 @@ def no_space(folder: str, problems: Any, delivered: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     best_model._trace_and_log = fail
+    best_model._run_child(folder, problems, delivered)
+
+
+def stopped_in_a_callback(folder: str, problems: Any, delivered: Any) -> None:
+    """Get SIGTERM in a weak reference's callback, from which Python lets no exception out."""
+
+    def trace(*_: object) -> None:
+        gone = set[int]()
+        _reference = weakref.ref(gone, lambda _: signal.raise_signal(signal.SIGTERM))
+        del gone
+        time.sleep(1000)
+
+    best_model._trace_and_log = trace
     best_model._run_child(folder, problems, delivered)
 
 

@@ -32,7 +32,15 @@ from rankzero.training.checkpoints import best_model, restore
 from rankzero.training.distributed.world import World
 from support.commands import wait_until
 from support.paths import FIXTURES
-from support.returning import DEAF, deaf, no_space, not_now, out_of_memory, told
+from support.returning import (
+    DEAF,
+    deaf,
+    no_space,
+    not_now,
+    out_of_memory,
+    stopped_in_a_callback,
+    told,
+)
 from support.runs import T0, append, ended, make_folder, started
 from support.training import tiny
 
@@ -302,6 +310,15 @@ def test_process_that_ignores_sigterm_is_killed(
         process.wait(notices.append, ignores_sigterm.exists)
     assert time.monotonic() - began < LONG and not left()
     assert "was not logged" in notices[0]
+
+
+def test_a_stop_that_python_drops_is_repeated(
+    folder: RunFolder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    notices: list[str] = []
+    with best_model.LoggingProcess(folder, entry=stopped_in_a_callback) as process:
+        process.wait(notices.append, seconds=LONG)
+    assert "its process ended with 1;" in notices[0] and "Traceback" not in capfd.readouterr().err
 
 
 def test_the_best_model_has_the_averaged_weights(folder: RunFolder) -> None:

@@ -191,7 +191,9 @@ def _run_child(folder: str, problems: Any, delivered: Connection) -> None:
     gc.set_threshold(100_000)
     # An exception, unlike the default action, removes temporary folders on its way out. The command
     # sends it. Other signals, which reach a whole terminal or job, stay blocked.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    for stop in (signal.SIGTERM, signal.SIGALRM):
+        signal.signal(stop, lambda *_: sys.exit(1))
+    sys.unraisablehook = _stop_again
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     try:
         _trace_and_log(RunFolder(Path(folder)), delivered)
@@ -207,6 +209,14 @@ def _run_child(folder: str, problems: Any, delivered: Connection) -> None:
         problems.put(line_without_secrets(f"{kind}{error}"))
         if is_answer or lacks_memory_or_space(error):
             sys.exit(1)
+
+
+def _stop_again(lost: Any) -> None:
+    """Stop a little later if Python has dropped the stop, as in a weak reference's callback."""
+    if lost.exc_type is SystemExit:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+    else:
+        sys.__unraisablehook__(lost)
 
 
 def _trace_and_log(folder: RunFolder, delivered: Connection) -> None:
