@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel as Wrapped
 from torch.utils.data import IterableDataset
 
 from rankzero.config import override
@@ -353,6 +354,7 @@ def test_errors_in_the_experiment_are_raised_unchanged(
     [
         (None, "returned NoneType: return a torch.nn.Module"),
         (torch.nn.Linear, "returned the class Linear: return a torch.nn.Module"),
+        (Wrapped.__new__(Wrapped), "returned a DistributedDataParallel: return its .module"),
         (torch.nn.Linear(8, 2).requires_grad_(False), "measure().*has no gradient: compute it"),
     ],
 )

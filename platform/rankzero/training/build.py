@@ -87,11 +87,16 @@ def build(
 
 
 def model_of(experiment: Experiment) -> nn.Module:
-    """Return the experiment's new model. Raises UserError if it is none."""
+    """Return the experiment's new model. Raises UserError if it is none, or in DDP already."""
     model = experiment.model()
     if not isinstance(model, nn.Module):
         found = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise UserError(f"model() returned {found}: return a torch.nn.Module, such as `return net`")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise UserError(
+            "model() returned a DistributedDataParallel: return its .module, because "
+            "train.strategy wraps it"
+        )
     return model
 
 
