@@ -20,7 +20,7 @@ from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.data_wait import DataWait
 from rankzero.cli.display.live import Console
 from rankzero.errors import FAILED, FINISHED, RESUMABLE, RunFailed, UserError
-from rankzero.experiment import Experiment, Train
+from rankzero.experiment import Experiment
 from rankzero.launch import agent, failures
 from rankzero.launch.machines import ALONE, Machines
 from rankzero.launch.request import OUT_OF_MEMORY, request_for
@@ -264,25 +264,27 @@ def _has_checkpoint(folder: RunFolder) -> bool:
 
 
 def topology_of(
-    arguments: argparse.Namespace, train: Train, machines: Machines = ALONE
+    arguments: argparse.Namespace, experiment: Experiment, machines: Machines = ALONE
 ) -> agent.Topology:
     """Return the processes that the command line asks for. Raises UserError if they cannot run."""
     import torch
 
+    from rankzero.training import strategies
     from rankzero.training.data.order import micro_batch_size
     from rankzero.training.distributed.device import check_gpus
     from rankzero.training.distributed.watchdog import setup_seconds
 
     setup_seconds()  # a wrong one would end each rank
-    processes = arguments.nproc
+    train, processes, gpus = experiment.train, arguments.nproc, torch.cuda.device_count()
     if processes is None:
-        processes = ranks.default_count(train.strategy, torch.cuda.device_count())
+        processes = ranks.default_count(train.strategy, gpus)
     if processes < 1:
         raise UserError("--nproc must be at least 1")
     if arguments.max_restarts < 0:
         raise UserError(f"--max-restarts must be at least 0, got {arguments.max_restarts}")
     check_gpus(processes)
     for count in range(machines.least, machines.most + 1):
+        strategies.check(experiment, processes * count, on_gpu=gpus > 0)
         micro_batch_size(train, ranks.shards(train.strategy, processes * count))
     limit = train.limits.hang_minutes
     silence_seconds = None if limit is None else 60 * limit

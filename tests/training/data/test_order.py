@@ -152,8 +152,6 @@ def test_the_rest_of_an_epoch_is_trained_if_wanted() -> None:
     order = make_batch_order(keeps, 100, 2)
     assert (order.rest, order.steps_per_epoch) == (36, 2)
     assert make_batch_order(keeps, 50, 2).steps_per_epoch == 1, "a set smaller than one batch"
-    with pytest.raises(UserError, match=r"^train.strategy=pp takes .*train.drop_last=false"):
-        make_batch_order(dataclasses.replace(keeps, strategy="pp"), 100, 2)
     with pytest.raises(UserError, match=r"batches\(\) chooses .*train.drop_last=false"):
         make_batch_order(keeps, 100, 2, lambda *_: [[0, 1]])
     with pytest.raises(UserError, match=r"is a stream, .*train.drop_last=false"):

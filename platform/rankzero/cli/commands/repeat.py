@@ -138,7 +138,7 @@ def _parts(arguments: argparse.Namespace, plan: Plan, experiment: Experiment) ->
     for one, own in changed:
         if (same := first.setdefault(config.to_yaml(own), one)) is not one:
             raise UserError(f"{same.label} and {one.label} are equal: give each value once")
-    return [(one, own, launch_run.topology_of(arguments, own.train)) for one, own in changed]
+    return [(one, own, launch_run.topology_of(arguments, own)) for one, own in changed]
 
 
 def _train(

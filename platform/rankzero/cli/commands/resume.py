@@ -108,7 +108,7 @@ def continue_run(
                 _set_processes(before, arguments, machines)
                 if again:
                     experiment = _experiment(folder, arguments)
-        topology = launch_run.topology_of(arguments, experiment.train, machines)
+        topology = launch_run.topology_of(arguments, experiment, machines)
         # Only now: a command that is refused leaves the run as it was.
         _keep(folder, experiment, arguments.experiment)
         if not joins:

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
                 sync.deliver(known, set(), is_named=True, seconds=patience().seconds)
             return delivery_notes.exit_code(known)
     refuse_new(type(experiment))
-    topology = launch_run.topology_of(arguments, experiment.train, machines)
+    topology = launch_run.topology_of(arguments, experiment, machines)
     identity = options.identity_for(arguments, options.run_name(arguments))
     folder = make_folder(arguments.dir / "runs", identity, machines=machines)
     joined = folder.identity.uuid != identity.uuid

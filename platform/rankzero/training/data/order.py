@@ -268,7 +268,6 @@ def _even_batches(train: Train, samples: int, world_size: int) -> BatchOrder:
     micro_batch = micro_batch_size(train, world_size)
     # A pipeline divides its batches itself.
     if train.strategy == "pp":
-        _refuse_rest(train, "train.strategy=pp takes batches of one size")
         micro_batch = train.batch_size
     rest = 0 if train.drop_last else samples % train.batch_size
     return BatchOrder(samples, train.batch_size, micro_batch, world_size, train.seed, rest=rest)

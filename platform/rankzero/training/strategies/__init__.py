@@ -8,19 +8,28 @@ from typing import Any
 from torch import nn
 
 from rankzero.errors import UserError
-from rankzero.experiment import Experiment, Train
+from rankzero.experiment import Experiment
 from rankzero.ranks import SAME_SAMPLES
 from rankzero.training.data.batch import channels_last
 from rankzero.training.distributed.world import World
 from rankzero.training.strategies.base import Measure, Strategy
 from rankzero.training.strategies.compiled_call import compile_whole
 
-_REFUSED = {
-    "compile": ("dp", "tp", "pp"),
-    "recompute": ("dp", "pp"),
-    "channels_last": ("fsdp", "tp", "pp"),
-}
-"""Settings that these strategies do not take."""
+_REFUSED = (
+    ("compile", "true", "false", ("dp", "tp", "pp")),
+    ("recompute", "true", "false", ("dp", "pp")),
+    ("channels_last", "true", "false", ("fsdp", "tp", "pp")),
+    # A pipeline takes batches of one size.
+    ("drop_last", "false", "true", ("pp",)),
+    # The loss scaler refuses a mixture of plain tensors and DTensors.
+    ("precision", "fp16", "bf16", SAME_SAMPLES),
+)
+"""Settings, their values that these strategies do not take, and what to set."""
+_NO_PLAN = (
+    "train.strategy=tp needs the experiment to say how its layers are divided: def "
+    "parallelize(self): return {'layer.name': ColwiseParallel(), …}, as "
+    "torch.distributed.tensor.parallel.parallelize_module takes it"
+)
 
 
 def layout(name: str, world_size: int) -> str:
@@ -45,7 +54,7 @@ def build(
     of processes.
     """
     train = experiment.train
-    _check(train)
+    check(experiment, world.size, on_gpu=world.device.type == "cuda")
     # Each strategy imports its own part of torch.distributed, which takes time.
     if train.recompute:
         from rankzero.training.strategies import units
@@ -82,13 +91,26 @@ def build(
             return pipeline.build(experiment, model, world, measure, example)
 
 
-def _check(train: Train) -> None:
-    for setting, strategies in _REFUSED.items():
-        if getattr(train, setting) and train.strategy in strategies:
+def check(experiment: Experiment, processes: int, *, on_gpu: bool) -> None:
+    """Raise UserError if the strategy cannot train the experiment in so many processes."""
+    train, strategy = experiment.train, experiment.train.strategy
+    for setting, value, instead, refusing in _REFUSED:
+        if strategy in refusing and str(getattr(train, setting)).lower() == value:
             raise UserError(
-                f"train.{setting} and train.strategy={train.strategy} do not go together: set "
-                f"train.{setting}=false"
+                f"train.{setting}={value} and train.strategy={strategy} do not go together: set "
+                f"train.{setting}={instead}"
             )
+    if strategy == "dp" and not on_gpu:
+        raise UserError(
+            "train.strategy=dp divides a batch among GPUs, and there is none: use ddp, which runs "
+            "on CPUs, too"
+        )
+    if strategy in ("single", "dp") and processes > 1:
+        raise UserError(
+            f"train.strategy={strategy} is one process, not {processes}: give --nproc 1, or use ddp"
+        )
+    if strategy == "tp" and not experiment.parallelize():
+        raise UserError(_NO_PLAN)
 
 
 def _channels_last(_: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -225,8 +225,6 @@ def build(
 ) -> Strategy:
     """Return this rank's stage of `model`. Raises UserError, see `strategies.build`. Collective."""
     train = experiment.train
-    if train.precision == "fp16":
-        raise UserError("train.strategy=pp does not do fp16: use bf16")
     if train.eval_batch is not None and train.eval_batch > train.batch_size:
         raise UserError(
             f"train.eval_batch={train.eval_batch}: train.strategy=pp evaluates batches of at most "

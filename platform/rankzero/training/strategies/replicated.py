@@ -171,26 +171,12 @@ def _without_gradient(wrapped: Sequence[str], text: str) -> list[str]:
 
 
 def single(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
-    """Use the model as it is. Raises UserError with several processes."""
-    if world.is_distributed:
-        raise UserError(
-            f"train.strategy=single is one process, not {world.size}: give --nproc 1, or use ddp"
-        )
+    """Use the model as it is."""
     return Replicated(model, model, optimizers.of(experiment, model), Shard(0, 1), world)
 
 
 def data_parallel(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
-    """Wrap the model in DataParallel. Raises UserError with several processes or without GPUs."""
-    if world.device.type != "cuda":
-        raise UserError(
-            "train.strategy=dp divides a batch among GPUs, and there is none: use ddp, which runs "
-            "on CPUs, too"
-        )
-    if world.is_distributed:
-        raise UserError(
-            f"train.strategy=dp is one process for all GPUs, not {world.size}: give --nproc 1, or "
-            "use ddp"
-        )
+    """Wrap the model in DataParallel."""
     optimizer, wrap = optimizers.of(experiment, model), AutocastDataParallel
     return Replicated(model, wrap(model), optimizer, Shard(0, 1), world, wrap)
 

@@ -184,18 +184,9 @@ def fsdp(experiment: Experiment, model: nn.Module, world: World) -> Sharded:
 def tensor_parallel(experiment: Experiment, model: nn.Module, world: World) -> Sharded:
     """Divide the model by the experiment's `parallelize()`. All ranks see the same samples.
 
-    Raises UserError without a plan, with fp16, and if the plan divides a tied weight.
+    Raises UserError if the plan divides a tied weight.
     """
     plan = experiment.parallelize()
-    if not plan:
-        raise UserError(
-            "train.strategy=tp needs the experiment to say how its layers are divided: def "
-            "parallelize(self): return {'layer.name': ColwiseParallel(), …}, as "
-            "torch.distributed.tensor.parallel.parallelize_module takes it"
-        )
-    # The loss scaler refuses a mixture of plain tensors and DTensors.
-    if experiment.train.precision == "fp16":
-        raise UserError("train.strategy=tp does not do fp16: use bf16")
     missing = [name for name in plan if name not in dict(model.named_modules())]
     if missing:
         raise UserError(f"parallelize() names {missing[0]!r}, which the model does not have")
