@@ -85,6 +85,7 @@ def here(
         (["train", TINY, "--batch-size=8"], 2, "write train.batch_size=8\n"),
         (["search", TINY, "--ray", ""], 2, "--ray got an empty address"),
         (["search", TINY, "--ray", "auto", "--", "lifetime=detached"], 2, "lifetime of the actors"),
+        (["profile", TINY, "--new"], 2, "no option --new"),
         (["search", TINY, "--trails", 3], 2, "no option --trails; did you mean --trials?"),
         (["runs", "--lr", "3"], 2, "'--lr' is one word too many, or an option that does"),
         (["ui", "now"], 2, "'now' is one word too many"),

@@ -64,14 +64,16 @@ def add_experiment_arguments(
     """
     options.add_experiment(parser, "settings of your own configuration to change")
     if nproc:
-        processes = "processes of each trial (default: one per GPU, or 1)"
+        processes = f"processes{' of each trial' * probes} (default: one per GPU, or 1)"
         processes += "; 1,2,4: the search chooses, and yours has the first" if probes else ""
         parser.add_argument("--nproc", type=str if probes else int, help=processes)
     options.add_new_run(parser)
-    name = "the name of the study, or of the run (default: by what is searched, or the time)"
-    parser.add_argument("--name", "--study", dest="study", metavar="NAME", help=name)
-    parser.add_argument("--new", action="store_true", help="start a new study; keep the old one")
+    name = "the study's name (default: by what is searched)" if probes else "the run's name"
+    names = ["--name", "--study"] if probes else ["--name"]
+    parser.add_argument(*names, dest="study", metavar="NAME", help=name)
     if probes:
+        again = "start a new study; keep the old one"
+        parser.add_argument("--new", action="store_true", help=again)
         which = f"what to vary, such as batch,lr,workers: {', '.join(knobs.TRAINED)} are trained, "
         which += f"{', '.join(knobs.MEASURED)} measured (default: by the machine and the data)"
         parser.add_argument("--knobs", action="append", metavar="LIST", help=which)
