@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,15 @@ def test_the_command_that_shows_a_study_names_its_storage(tmp_path: Path) -> Non
     assert report_command(tmp_path, "s", None).endswith(f"report s --dir {tmp_path}")
     found = report_command(tmp_path, "s", "postgresql://me:secret@db/studies")
     assert "report s --storage" in found and "secret" not in found
+
+
+def test_long_commands_do_not_widen_the_table_of_a_pipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in "ab":
+        tags = {"rankzero.command": f"rankzero train x.py note={name * 300}"}
+        append(make_folder(tmp_path, name=name), dataclasses.replace(started(), environment=tags))
+    assert main(["report", "a", "b", "--dir", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == ["b:", f"rankzero train x.py note={'b' * 300}"]
+    assert max(map(len, lines)) < 400

@@ -89,16 +89,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show_differences(sides: Sequence[RunSide], *, everything: bool) -> None:
     """Print what differs between runs, in one table so that the columns are aligned."""
-    table = Table("", *(escape(side.name) for side in sides), "", box=None, pad_edge=False)
+    names, found = [one.name for one in sides], comparison.sections(sides, everything=everything)
+    table = Table("", *map(escape, names), "", box=None, pad_edge=False)
     for column in table.columns:
         column.overflow = "fold"
-    for title, rows in comparison.sections(sides, everything=everything).items():
+    for title, rows in found.items():
         table.add_row(Text(title, style="bold"))
         for row in rows:
-            cells = (f"  {row.key}", *row.values, row.change)
-            table.add_row(*map(Text, cells))  # as Text: values may look like markup
+            if row.key != "commands" or is_interactive():
+                cells = (f"  {row.key}", *row.values, row.change)
+                table.add_row(*map(Text, cells))  # as Text: values may look like markup
     terminal = table_console()
     terminal.print(table)
+    # A pipe has no width that folds a command, which would widen each line of the table.
+    for row in itertools.chain(*found.values()) if not is_interactive() else ():
+        if row.key == "commands":
+            terminal.print(Text("\n".join(map("{}:\n{}".format, names, row.values))))
     for other in sides[1:]:
         _show_code(terminal, sides[0], other, None if everything else _PATCH_LINES)
 
