@@ -56,7 +56,7 @@ def coordinate(
     config = {
         "epochs": epochs,
         "batch_size": BATCH_SIZE,
-        "lr": float(model.optimizer.learning_rate),
+        "lr": round(float(model.optimizer.learning_rate), 6),
         **cluster.cluster_spec().as_dict(),
     }
     with rankzero.track("parameter-server-digits", config, goal=GOAL) as run:

@@ -23,7 +23,7 @@ COLUMNS = (
     "limited by",
 )
 _ADVICE = {
-    "compute": "the best case: train.precision=bf16 and train.compile=true reduce it",
+    "compute": "so compute faster: train.precision=bf16, train.compile=true",
     "communication": "so send less, or less often: a larger batch, accumulation "
     "(train.micro_batch), train.ddp.compression=bf16",
     "data": "so load faster: more processes (train.workers), or a data set in memory",

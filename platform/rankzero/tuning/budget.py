@@ -115,8 +115,8 @@ class Budget:
         about = "about " if options.minutes else ""
         gain = detectable(_USUAL_NOISE, options.seeds, options.challengers)
         text = (
-            f"plan   {about}{trials:.0f} trials of up to {own:.0f} s, then up to "
-            f"{confirmation:.0f} s to confirm at most {options.challengers} of them on "
+            f"plan   {about}{trials:.0f} trial{'s' * (round(trials) != 1)} of up to {own:.0f} s, "
+            f"then up to {confirmation:.0f} s to confirm at most {options.challengers} of them on "
             f"{options.seeds} seeds"
         )
         # The gain of `quality` is a difference of metrics: no usual noise is known.
