@@ -678,26 +678,27 @@ def test_checkpoint_that_could_not_be_loaded_again_is_refused_with_its_key(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     odd: list[Any] = [
-        {"scores": [1.0, Path("weights.pt")]},
+        {"scores": [1.0, range(3)]},
         {"at": {3: object()}},
         {"change": lambda: None},
         {"args": Namespace(lr=0.1)},
     ]
     with unrecorded() as run:
         for step, state in enumerate(odd, 1):
-            run.checkpoint({"optimizer": state}, step=step)
-        run.checkpoint({"dtype": torch.bfloat16, "size": (1, 2), "name": "x"}, step=9)
+            for at in (2 * step, 2 * step + 1):
+                run.checkpoint({"optimizer": state}, step=at)
+        run.checkpoint({"dtype": torch.bfloat16, "size": (1, 2), "name": "x"}, step=10)
     (kept,) = ((run.folder or Path()) / "checkpoints").iterdir()
-    assert kept.name == "step_00000009" and restore.load(kept)
+    assert kept.name == "step_00000010" and restore.load(kept)
     printed = capsys.readouterr().out
     kinds = (
-        "scores.1 is a pathlib",
+        "scores.1 is a builtins.range",
         "at.3 is a builtins.object",
         "change is",
         "args is a argparse",
     )
     for key in kinds:
-        assert f"optimizer.{key}" in printed, printed
+        assert printed.count(f"optimizer.{key}") == 1, printed
 
 
 def test_copy_of_what_holds_a_run_has_the_same_run() -> None:

@@ -19,7 +19,7 @@ from support.runs import started
 
 
 def test_saved_state_is_loaded_again(tmp_path: Path) -> None:
-    state: dict[str, Any] = {"a": {"b": [torch.arange(5), 1.5, None, "x"]}, "n": 3}
+    state: dict[str, Any] = {"a": {"b": [torch.arange(5), 1.5, None, "x"]}, "n": (3, tmp_path)}
     checkpoints = Checkpoints(tmp_path, 1, GOAL)
     checkpoints.save(state, 7, {"val/loss": 0.5}, True)
     (event,) = checkpoints.close()
@@ -28,7 +28,7 @@ def test_saved_state_is_loaded_again(tmp_path: Path) -> None:
     )
     loaded = restore.load(tmp_path / event.path)
     assert torch.equal(loaded["a"]["b"][0], torch.arange(5))
-    assert loaded["a"]["b"][1:] == [1.5, None, "x"] and loaded["n"] == 3
+    assert loaded["a"]["b"][1:] == [1.5, None, "x"] and loaded["n"] == (3, tmp_path)
 
 
 def test_later_changes_of_a_tensor_do_not_reach_the_checkpoint(tmp_path: Path) -> None:

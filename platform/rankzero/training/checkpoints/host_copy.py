@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import io
 from collections.abc import Callable, Sequence
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy
@@ -16,6 +17,8 @@ from torch import Tensor
 from rankzero.errors import UserError
 from rankzero.training.checkpoints.host_memory import HostMemory
 
+_PATH = "rankzero.path"
+"""The only key of the dict that is a path in a checkpoint."""
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 # A subclass, such as an enumeration, may have a `__str__` of its own.
 _CONVERSIONS: dict[type, Callable[[Any], Any]] = {
@@ -140,8 +143,22 @@ def _map_tensors(
         items = [_map_tensors(item, change, (*path, index)) for index, item in enumerate(value)]
         # A named tuple becomes a plain one, because weights_only loading refuses its class.
         return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, PurePath):
+        return {_PATH: str(value)}
     value = plain(value)
     _require_loadable(value, path)
+    return value
+
+
+def with_paths(value: Any) -> Any:
+    """Return a loaded state with its paths, which a checkpoint has as dicts."""
+    if isinstance(value, dict):
+        if [*value] == [_PATH]:
+            return Path(value[_PATH])
+        # A dict stays the same one, with the `_metadata` of a model.
+        value.update([(key, with_paths(item)) for key, item in value.items()])
+    elif type(value) in (list, tuple):
+        return type(value)(map(with_paths, value))
     return value
 
 
@@ -171,5 +188,5 @@ def _require_loadable(value: Any, path: tuple[Any, ...]) -> None:
         key = ".".join(map(str, path))
         raise UserError(
             f"{key} is a {type(value).__module__}.{type(value).__qualname__}, which could not be "
-            "loaded again: make it a tensor, a number, a text, or a list or dict of them"
+            "loaded again: make it a tensor, a number, a text, a path, or a list or dict of them"
         ) from error

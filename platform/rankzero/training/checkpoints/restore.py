@@ -16,6 +16,7 @@ from rankzero.errors import UserError
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store.checkpoint_files import BrokenCheckpoint, RefusedCheckpoint
 from rankzero.training import rng, strategies
+from rankzero.training.checkpoints.host_copy import with_paths
 from rankzero.training.data.stream import StreamLoader
 from rankzero.training.distributed.world import World
 from rankzero.training.job import State, TrainingContext
@@ -242,9 +243,10 @@ def _manifest_digest(checkpoint: Path) -> str | None:
 def _load_tensors(source: Path | io.BytesIO, name: str) -> dict[str, Any]:
     try:
         # weights_only makes torch refuse, and not execute, any other pickled object.
-        state: dict[str, Any] = torch.load(source, map_location="cpu", weights_only=True)
+        state = torch.load(source, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise RefusedCheckpoint(
             f"{name} holds more than tensors and plain values, and is refused"
         ) from error
-    return state
+    found: dict[str, Any] = with_paths(state)
+    return found

@@ -110,12 +110,13 @@ class Checkpoints:
             # Without memory for them, the copy fails, too, and says so.
             self._prepared.exception()
         self._flush_journal()
-        self._error = None
+        before, self._error = self._error, None
         try:
             copy = self._copier.copy(dict(state))
         except UserError as error:
             self._error, self._last = error, (PendingCopy({}, []), step, dict(metrics), best)
-            self._notice(str(self.failure))
+            if str(before) != str(error):  # The next state has the same value, as a rule.
+                self._notice(str(self.failure))
             return events
         # The training may change the state now: the copy is done, or ahead of it in the stream.
         self._last = copy, step, dict(metrics), best
