@@ -75,6 +75,17 @@ def test_second_training_that_is_continued_keeps_its_steps() -> None:
     assert steps_and_ends(run)[0] == [4, 8, 10]
 
 
+def test_lower_checkpoint_of_a_training_that_its_framework_resumes_needs_no_note(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for step in (20, 10):
+        run = DeferredRun("mine", name="r1", offline=True)
+        run.begin_training(step - 5)
+        run.checkpoint({"model": {}}, step, {})
+        run.end()
+    assert "latest()" not in capsys.readouterr().out
+
+
 def test_training_ends_what_its_thread_has_left_open() -> None:
     left, late, newest = (DeferredRun("mine", offline=True) for _ in range(3))
     left.begin_training().unless_ended = RuntimeError("caught")

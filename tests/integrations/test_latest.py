@@ -49,7 +49,7 @@ def test_next_process_continues_from_the_last_checkpoint(
     assert "step 3 of train/loss has a value of an earlier attempt" in capsys.readouterr().out
     for text in (run_report.page(folder), "\n".join(diagnosis._advice(folder, _failed(folder)))):
         assert 'rankzero.track(…, name="r1")\n' in text and "state = run.latest()" in text
-        assert "rankzero resume" not in text
+        assert "rankzero resume" not in text and "the framework's own checkpoint" in text
 
 
 def test_metric_counts_on_from_its_own_step_at_the_checkpoint(

@@ -66,7 +66,8 @@ def _repeated(command: list[str], name: str, again: str) -> list[str]:
 
 def resume_lines(name: str) -> str:
     """Return the lines of a program with its own loop that continue the run."""
-    return f'run = rankzero.track(…, name="{name}")\nstate = run.latest()'
+    adapters = f'# with an adapter: its option name="{name}", and the framework\'s own checkpoint'
+    return f'run = rankzero.track(…, name="{name}")\nstate = run.latest()\n{adapters}'
 
 
 def longer(params: Mapping[str, str]) -> str:

@@ -198,7 +198,7 @@ def class_of(folder: RunFolder, store_folder: Path, moved: str | None = None) ->
         raise UserError(
             f"{folder.path.name} does not record an experiment file in this folder: pass "
             "--experiment FILE; a run of rankzero.track is continued by your own program, with "
-            f"name={folder.path.name!r} and run.latest()"
+            f"name={folder.path.name!r} and run.latest(), or its framework's own checkpoint"
         )
     # A downloaded run may come from anyone: code next to it must not run on this machine.
     if may_be_foreign(reference, store_folder):

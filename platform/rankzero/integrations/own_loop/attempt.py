@@ -112,15 +112,22 @@ class Attempt:
         return at, measured, better
 
     def save(
-        self, state_dict: Mapping[str, Any], at: int, measured: Mapping[str, float], better: bool
+        self,
+        state_dict: Mapping[str, Any],
+        at: int,
+        measured: Mapping[str, float],
+        better: bool,
+        *,
+        of_adapter: bool,
     ) -> None:
-        """Copy a state, for a checkpoint."""
+        """Copy a state, for a checkpoint. `of_adapter`: a framework resumes by files of its own."""
         # Imports torch, which a program without checkpoints may not even have.
         from rankzero.training.checkpoints.writer import Checkpoints
 
         if self.checkpoints is None:
             self.checkpoints = Checkpoints.of_run(self.log, self._keep, self._goal)
-            self._note_higher(at)
+            if not of_adapter:
+                self._note_higher(at)
         self.log_all(self.history.checkpoint(at))
         self.log_all(self.checkpoints.save(state_dict, at, measured, better))
 

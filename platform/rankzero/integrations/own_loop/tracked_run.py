@@ -285,7 +285,7 @@ class TrackedRun:
             at, measured, better = attempt.evaluated(values, step, saves=True)
             self._guarded(
                 f"the checkpoint of step {at} is not kept",
-                lambda: attempt.save(state_dict, at, measured, better),
+                lambda: attempt.save(state_dict, at, measured, better, of_adapter=self.trains),
             )
 
     def log_params(self, params: object) -> None:
