@@ -40,7 +40,7 @@ def noticed(
 def test_perplexity_is_noticed_once_with_both_values() -> None:
     (text,) = noticed(lambda x: {"loss": x.mean(), "perplexity": x.mean().exp()})
     assert "perplexity is 4.7115 for 7 samples, and the mean of their halves " in text
-    assert "return a Ratio, or let an object of metrics()" in text and "loss" not in text
+    assert "an Experiment can return a Ratio, or let an object" in text and "loss" not in text
 
 
 def test_mean_is_not_noticed() -> None:

@@ -80,9 +80,9 @@ class MeanCheck:
         )
         if values:
             notice(
-                f"measure() returns values that are no means over samples: {values}. These depend "
-                "on the batch size and the number of processes: return a Ratio, or let an object "
-                "of metrics() compute the value"
+                f"values are logged that are no means over samples: {values}. These depend on the "
+                "batch size and the number of processes: an Experiment can return a Ratio, or let "
+                "an object of metrics() compute the value"
             )
 
     def _differing(
