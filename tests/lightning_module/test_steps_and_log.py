@@ -96,6 +96,8 @@ def test_metric_keeps_the_outputs_of_one_step() -> None:
         assert float(steps(torch.full((2,), value))["score"]) == value
         assert not module.score.kept
     assert len(module.updated.kept) == 2, "a module may collect what it computes later"
+    with pytest.raises(UserError, match=r"log\('val/f1'\): .* not its update"):
+        metrics_of(torch.ones(()), {"val/f1": module.updated}, training=False)
 
 
 class Base:

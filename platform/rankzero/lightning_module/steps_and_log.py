@@ -147,16 +147,25 @@ class LightningSteps(nn.Module):
 
 
 def metrics_of(result: Any, logged: Mapping[str, Any], *, training: bool) -> dict[str, Tensor]:
-    """Return what a step returned and logged, loss first. Raises UserError without a loss."""
+    """Return what a step returned and logged, loss first.
+
+    Raises UserError without a loss, and for a metric that was not called.
+    """
     named = {}
     for name, value in logged.items():
+        # After the step: it may log a metric first, and call it later.
+        if isinstance(value, nn.Module) and getattr(value, "_forward_cache", None) is None:
+            raise UserError(
+                f"log({name!r}): the step has not called the metric: call it for each batch, as "
+                "self.metric(output, target), and not its update()"
+            )
         prefix = next((one for one in _PREFIXES[training] if name.startswith(one)), "")
         named[name.removeprefix(prefix)] = value
     returned = result.get("loss") if isinstance(result, Mapping) else result
     logged_loss = named.pop("loss", None)
     # In validation, the value that is called the loss is the loss. Lightning ignores the other.
     if logged_loss is not None and not training:
-        loss = _value("loss", logged_loss, getattr(returned, "device", None))
+        loss = _value(logged_loss, getattr(returned, "device", None))
     elif isinstance(returned, Tensor) and not returned.dim():
         loss = returned
     else:
@@ -165,17 +174,12 @@ def metrics_of(result: Any, logged: Mapping[str, Any], *, training: bool) -> dic
             f"{'training_step must return the loss' if training else wanted}, or a dict with the "
             f"key 'loss'; it returned {type(result).__name__}"
         )
-    return {"loss": loss, **{name: _value(name, one, loss.device) for name, one in named.items()}}
+    return {"loss": loss, **{name: _value(one, loss.device) for name, one in named.items()}}
 
 
-def _value(name: str, value: Any, device: torch.device | None) -> Tensor:
-    """Return a logged value as a 0-d tensor. Raises UserError for a metric that was not called."""
+def _value(value: Any, device: torch.device | None) -> Tensor:
+    """Return a logged value as a 0-d tensor."""
     batch_value = getattr(value, "_forward_cache", None)
-    if isinstance(value, nn.Module) and batch_value is None:
-        raise UserError(
-            f"log({name!r}): call the metric for each batch, self.log({name!r}, "
-            "self.metric(output, target))"
-        )
     value = value if batch_value is None else batch_value
     if isinstance(value, Tensor):
         found: Tensor = value.detach().reshape(()) if value.numel() == 1 else value.detach()
