@@ -139,3 +139,5 @@ def test_missing_default_or_learning_rate_is_refused() -> None:
         init_arguments.fields_of([Needs])
     with pytest.raises(UserError, match="has no learning rate"):
         init_arguments.learning_rate(Rateless)
+    with pytest.raises(UserError, match="a hook"):
+        init_arguments.learning_rate(Rateless, ["", "a hook"])

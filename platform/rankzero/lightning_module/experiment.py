@@ -188,7 +188,7 @@ def adopt(
         **{name: default for name, (_, default) in fields.items()},
         "train": train,
         **{name: names[name] for name, kind in kinds.items() if isinstance(names.get(name), kind)},
-        "lr": init_arguments.learning_rate(module),
+        "lr": init_arguments.learning_rate(module, ignored),
         "source": _Source(module, next(iter(data_modules), None), data),
         IGNORED: next(filter(None, ignored), "") or init_arguments.clash_of(classes),
     }

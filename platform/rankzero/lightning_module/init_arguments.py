@@ -94,13 +94,17 @@ def _field_of(argument: str) -> str:
     return f"{argument}_" if argument in _TAKEN else argument
 
 
-def learning_rate(cls: type[Any]) -> float:
-    """Return the default of the learning rate. Raises UserError if the class takes none."""
+def learning_rate(cls: type[Any], refusals: Iterable[str] = ()) -> float:
+    """Return the default of the learning rate.
+
+    Raises UserError if the class takes none, with the first of its other `refusals` if it has one.
+    """
     defaults = _defaults_of(cls)
     for name in _LEARNING_RATES:
         if isinstance(defaults.get(name), (int, float)):
             return float(defaults[name])
     raise UserError(
-        f"{cls.__name__}.__init__ has no learning rate: give it an argument `lr`, and use that "
-        "in configure_optimizers"
+        next(filter(None, refusals), "")
+        or f"{cls.__name__}.__init__ has no learning rate: give it an argument `lr`, and use that "
+        "in configure_optimizers, or train with Lightning's own Trainer"
     )

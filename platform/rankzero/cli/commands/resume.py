@@ -209,6 +209,8 @@ def class_of(folder: RunFolder, store_folder: Path, moved: str | None = None) ->
     try:
         return experiment_file.load(reference)
     except UserError as error:
+        if moved:
+            raise
         raise UserError(f"{error}; if the file has moved, pass --experiment FILE") from error
 
 
