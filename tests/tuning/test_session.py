@@ -460,8 +460,9 @@ def test_a_target_that_no_trial_reaches(search: Searcher) -> None:
     class High(Mine):
         goal: Goal = Goal("val/accuracy", "max", target=1.5)
 
-    found, study, _, _ = search(experiment=High(), trials=5)
+    found, study, _, lines = search(experiment=High(), trials=5)
     assert not found.beaten and not found.reference.reached and not found.has_sweet_spot
+    assert any("missed     best" in line for line in lines) and "  value " not in "".join(lines)
     assert all(trial.constraints["quality"] > 0 for trial in study.trials())
 
 

@@ -357,8 +357,11 @@ class Session:
         what = f"batch {facts['batch_size']}, {facts['precision']}, lr {facts['lr']:.2g}"
         what = ", ".join(filter(None, (what, settings_text(self._study.known[number].own))))
         what += f", {devices_text(devices)}" if len(self._space.devices) > 1 else ""
-        line = f"trial {number:3}  {what:34} {result.state.lower():9}"
-        line += "" if result.value is None else f"  value {self._objective.text(result.value)}"
+        # The value of one that missed the quality may look good, and nobody can use it.
+        missed = result.state == "COMPLETE" and max(result.constraints.values(), default=0) > 0
+        value = None if missed else result.value
+        line = f"trial {number:3}  {what:34} {'missed' if missed else result.state.lower():9}"
+        line += "" if value is None else f"  value {self._objective.text(value)}"
         line += f"  best {shown(facts['best'])}" if "best" in facts else ""
         if "samples_per_second" in facts:
             line += f"  {shown(facts['samples_per_second'])} samples/s"
