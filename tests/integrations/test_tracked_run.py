@@ -195,6 +195,10 @@ def test_configs_become_params() -> None:
     for config in (More, More(), Fields(0.1, 1), Pair(0.1, 1), Converted(), Answers(), Model()):
         assert params_of(config) == {"lr": "0.1", "epochs": "1"}
     assert params_of({"sizes": (np.int64(3), Path("a"))}) == {"sizes": '["3", "a"]'}
+    assert params_of({"best": torch.tensor(0.5), "w": torch.zeros(1)}) == {
+        "best": "0.5",
+        "w": "tensor([0.])",
+    }
     assert params_of({"net": Fields(0.1, 1)}) == {"net.lr": "0.1", "net.epochs": "1"}
     with pytest.raises(rankzero.ConfigError, match="a dataclass or an object with attributes"):
         params_of(3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -28,13 +29,21 @@ def params_of(config: object, tell: Tell = lambda *_: None) -> dict[str, str]:
             kind = type(config).__name__
             tell("config", f"the config {kind} has no attributes to log: pass its settings as dict")
         if found is not None:
-            return read_pairs(dotted(_nested(found)), render, "param", tell)
+            return read_pairs(dotted(_nested(found)), _text, "param", tell)
     except Exception as error:  # such as OmegaConf's, for a setting without a value
         raise ConfigError(f"the config cannot be read: {reason(error)}") from error
     raise ConfigError(
         f"a config must be a mapping, a dataclass or an object with attributes, got "
         f"{type(config).__name__}"
     )
+
+
+def _text(value: Any) -> str:
+    """Return a setting as text, a tensor without dimensions as its number."""
+    torch = sys.modules.get("torch")
+    is_number = torch is not None and isinstance(value, torch.Tensor) and value.dim() == 0
+    # Reading a DTensor is a collective: rank 0 would wait for the others.
+    return render(value.item() if is_number and not hasattr(value, "full_tensor") else value)
 
 
 def _nested(settings: Mapping[Any, Any]) -> dict[Any, Any]:
