@@ -12,6 +12,7 @@ import torch
 
 from rankzero import experiment_file
 from rankzero.cli.commands import register
+from rankzero.errors import RunFailed
 from rankzero.launch.request import write_config
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store import checkpoint_files
@@ -46,3 +47,12 @@ def test_a_model_that_is_gone_from_mlflow_is_logged_again(
     append(folder, started(2), evaluated(4, 0.9), ended())
     assert register.run(arguments) == 0
     assert "models:/ours/2 is the best model of" in capsys.readouterr().out
+
+
+def test_a_run_of_an_own_program_needs_log_model(tmp_path: Path, sqlite: str) -> None:
+    folder = make_folder(tmp_path, sqlite, artifact_root=str(tmp_path / "artifacts"))
+    append(folder, started(), ended())
+    assert sync.deliver(folder).complete
+    arguments = argparse.Namespace(run_name=folder.path.name, model_name="ours", dir=tmp_path)
+    with pytest.raises(RunFailed, match=r"no model in MLflow: it ended without one; .*log_model"):
+        register.run(arguments)

@@ -14,6 +14,8 @@ from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.names import printable
 from rankzero.tracking import delivery_status
 
+_NONE = "it ended without one; your own program logs one by run.log_model, to register in MLflow"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_run(parser, elsewhere=True)
@@ -34,7 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
         if delivery_status.status(folder).run_id is None:
             command = command_lines.line(arguments.dir, "sync", name)
             raise UserError(f"{name} is not in MLflow yet: {command}")
-        best_model.log_best(folder, problems.append)  # unless MLflow has the model already
+        if folder.identity.experiment_file is not None:
+            best_model.log_best(folder, problems.append)  # unless MLflow has the model already
     tracker = MlflowRuns(uri)
     found = tracker.find_run(
         arguments.run_name if folder is None else lookup.mlflow_id(folder) or folder.path.name
@@ -47,15 +50,17 @@ def run(arguments: argparse.Namespace) -> int:
         model_id = tracker.models.best_model(found)
     if model_id is None:
         raise RunFailed(
-            f"{printable(found.name)} has no model in MLflow: "
-            f"{'; '.join(problems) or 'it ended without one'}"
+            f"{printable(found.name)} has no model in MLflow: {'; '.join(problems) or _NONE}"
         )
     for problem in problems:
         print(f"note: {problem}")
     version = tracker.models.register(found, model_id, arguments.model_name)
     model = f"models:/{arguments.model_name}/{version}"
-    print(f"{model} is the {_kind(folder)} model of {printable(found.name)}")
-    print(f'load:  mlflow.pytorch.load_model("{model}")')
+    print(
+        f"{model} is the {_kind(folder)} model of {printable(found.name)}",
+        f'load:  mlflow.pytorch.load_model("{model}")',
+        sep="\n",
+    )
     # Without the password: it would stay in the shell's history.
     where = shlex.quote(url_without_secrets(uri))
     print(f"serve: MLFLOW_TRACKING_URI={where} mlflow models serve -m {model} --env-manager local")
