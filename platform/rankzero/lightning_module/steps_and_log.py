@@ -147,18 +147,10 @@ class LightningSteps(nn.Module):
 
 
 def metrics_of(result: Any, logged: Mapping[str, Any], *, training: bool) -> dict[str, Tensor]:
-    """Return what a step returned and logged, loss first.
-
-    Raises UserError without a loss, and for a metric that was not called.
-    """
+    """Return what a step returned and logged, loss first. Raises UserError without a loss."""
+    _refuse_uncalled(logged)
     named = {}
     for name, value in logged.items():
-        # After the step: it may log a metric first, and call it later.
-        if isinstance(value, nn.Module) and getattr(value, "_forward_cache", None) is None:
-            raise UserError(
-                f"log({name!r}): the step has not called the metric: call it for each batch, as "
-                "self.metric(output, target), and not its update()"
-            )
         prefix = next((one for one in _PREFIXES[training] if name.startswith(one)), "")
         named[name.removeprefix(prefix)] = value
     returned = result.get("loss") if isinstance(result, Mapping) else result
@@ -175,6 +167,15 @@ def metrics_of(result: Any, logged: Mapping[str, Any], *, training: bool) -> dic
             f"key 'loss'; it returned {type(result).__name__}"
         )
     return {"loss": loss, **{name: _value(one, loss.device) for name, one in named.items()}}
+
+
+def _refuse_uncalled(logged: Mapping[str, Any]) -> None:
+    for name, value in logged.items():
+        if isinstance(value, nn.Module) and getattr(value, "_forward_cache", None) is None:
+            raise UserError(
+                f"log({name!r}): the step has not called the metric: call it for each batch, as "
+                "self.metric(output, target), and not its update()"
+            )
 
 
 def _value(value: Any, device: torch.device | None) -> Tensor:

@@ -189,10 +189,7 @@ def _await_other_machine(folder: RunFolder, machines: Machines) -> None:
 
 
 def class_of(folder: RunFolder, store_folder: Path, moved: str | None = None) -> type[Experiment]:
-    """Return the class of a run's experiment, from the file `moved` if that is given.
-
-    Raises UserError where it cannot be loaded.
-    """
+    """Return the class of a run's experiment, from the file `moved` if given. Raises UserError."""
     reference = options.absolute(moved) if moved else folder.identity.experiment_file
     if reference is None:
         raise UserError(
