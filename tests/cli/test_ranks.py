@@ -49,7 +49,7 @@ def test_ranks_with_different_data_end_at_once_with_one_message(
 def test_ranks_with_other_data_of_the_same_length_get_a_notice(rankzero: Command) -> None:
     rankzero.environ["UNSETTLED"] = "other 1"
     code, output = rankzero("train", UNSETTLED, "--nproc", 2, "train.steps=1", "--offline")
-    assert code == 0 and "note: ranks have other samples than rank 0 (training): " in output, output
+    assert code == 0 and "note: data() differs between ranks (training): " in output, output
 
 
 @pytest.mark.parametrize("rank", [0, 1])

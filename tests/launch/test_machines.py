@@ -109,6 +109,8 @@ def test_a_step_that_cannot_be_one_run_is_refused(changes: dict[str, str], says:
     [
         ("[fd77::1]", ("fd77::1", 29400)),
         ("[fd77::1]:7", ("fd77::1", 7)),
+        ("10.0.0.5", ("10.0.0.5", 29400)),
+        ("10.0.0.5:7", ("10.0.0.5", 7)),
         ("first:7", ("first", 7)),
     ],
 )

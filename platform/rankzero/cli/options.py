@@ -129,7 +129,7 @@ def machines_of(arguments: argparse.Namespace) -> Machines:
     """
     endpoint, number = arguments.rdzv_endpoint, None
     if not endpoint and (first := _of_torchrun("MASTER_ADDR")):
-        endpoint = f"{first}:{_of_torchrun('MASTER_PORT') or machines.DEFAULT_PORT}"
+        endpoint = machines.joined(first, _of_torchrun("MASTER_PORT") or machines.DEFAULT_PORT)
         # It is the address of the machine with number 0. Any machine may be an endpoint.
         known = _of_torchrun("NODE_RANK") or ""
         number = int(known) if known.isdecimal() else None

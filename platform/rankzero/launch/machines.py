@@ -74,7 +74,7 @@ class Machines:
         """Return the same machines for one of several trainings, which meet at its own port."""
         job = f"{self.job}.{number}"
         host, _ = _divided(self.endpoint)
-        return dataclasses.replace(self, job=job, endpoint=_joined(host, _port_of(job)))
+        return dataclasses.replace(self, job=job, endpoint=joined(host, _port_of(job)))
 
     def is_served(self) -> bool:
         """Return whether something answers at the rendezvous now."""
@@ -117,7 +117,7 @@ def meet(machines: Machines, name_seconds: float = _NAME_SECONDS) -> Machines:
     patience = float(settings.get("join_timeout", name_seconds))
     source, target = _route(host, port, 0.0 if number == 0 else patience)
     serves = source == target or _is_loopback(target) if number is None else number == 0
-    endpoint = _joined(host, port)
+    endpoint = joined(host, port)
     if "is_host" in settings:  # such as behind a NAT
         serves = settings["is_host"].strip().lower() in _TRUE
     elif serves:
@@ -228,12 +228,13 @@ def _divided(endpoint: str) -> tuple[str, int]:
     if not colon or endpoint.endswith("]"):
         host, port = endpoint, str(DEFAULT_PORT)
     # The last part of an IPv6 address without brackets may be a port as well.
-    if not port.isdecimal() or _is_address(endpoint):
+    if not port.isdecimal() or (colon and _is_address(endpoint)):
         raise UserError(f"--rdzv-endpoint {endpoint}: write HOST:PORT or [ADDRESS]:PORT")
     return host.strip("[]"), int(port)
 
 
-def _joined(host: str, port: int) -> str:
+def joined(host: str, port: object) -> str:
+    """Return HOST:PORT, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -112,10 +112,11 @@ class Budget:
             free = max(0.0, self._most_seconds - self.seconds - confirmation)
             trials = min(trials, self._side_by_side * free / own)
         # Trials that lead are trained more often, and others are stopped before their end.
-        about = "about " if options.minutes else ""
+        about, count = "about " if options.minutes else "", f"{trials:.0f}"
+        plural = "" if count == "1" else "s"
         gain = detectable(_USUAL_NOISE, options.seeds, options.challengers)
         text = (
-            f"plan   {about}{trials:.0f} trial{'s' * (round(trials) != 1)} of up to {own:.0f} s, "
+            f"plan   {about}{count} trial{plural} of up to {own:.0f} s, "
             f"then up to {confirmation:.0f} s to confirm at most {options.challengers} of them on "
             f"{options.seeds} seeds"
         )

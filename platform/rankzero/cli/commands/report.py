@@ -93,18 +93,19 @@ def _show_differences(sides: Sequence[RunSide], *, everything: bool) -> None:
     table = Table("", *map(escape, names), "", box=None, pad_edge=False)
     for column in table.columns:
         column.overflow = "fold"
+    # A pipe has no width that folds a command, which would widen each line of the table.
+    code = found.get("Code", []) if not is_interactive() else []
+    commands = [row for row in code if row.key == "commands"]
     for title, rows in found.items():
-        table.add_row(Text(title, style="bold"))
-        for row in rows:
-            if row.key != "commands" or is_interactive():
-                cells = (f"  {row.key}", *row.values, row.change)
-                table.add_row(*map(Text, cells))  # as Text: values may look like markup
+        if kept := [row for row in rows if row not in commands]:
+            table.add_row(Text(title, style="bold"))
+        for row in kept:
+            cells = (f"  {row.key}", *row.values, row.change)
+            table.add_row(*map(Text, cells))  # as Text: values may look like markup
     terminal = table_console()
     terminal.print(table)
-    # A pipe has no width that folds a command, which would widen each line of the table.
-    for row in itertools.chain(*found.values()) if not is_interactive() else ():
-        if row.key == "commands":
-            terminal.print(Text("\n".join(map("{}:\n{}".format, names, row.values))))
+    for row in commands:
+        terminal.print(Text("\n".join(map("{}:\n{}".format, names, row.values))))
     for other in sides[1:]:
         _show_code(terminal, sides[0], other, None if everything else _PATCH_LINES)
 

@@ -127,9 +127,9 @@ def differences(world: World, described: Sequence[DataDescribed]) -> Iterator[st
     differs = (digests != digests[0]).any(dim=0)
     if names := [one.context for one, is_other in zip(described, differs, strict=True) if is_other]:
         yield (
-            f"ranks have other samples than rank 0 ({', '.join(names)}): they train on some "
-            "samples twice, and on others never; shuffle and split with a seed, such as "
-            "self.train.seed, and sort lists of files"
+            f"data() differs between ranks ({', '.join(names)}): samples train twice or never, "
+            "or leak into the validation, unless only paths or a rank's own attributes differ; "
+            "shuffle and split with a seed, such as self.train.seed, and sort lists of files"
         )
 
 

@@ -46,7 +46,9 @@ class Divergence:
         is_sound = self._world.all(all(map(_is_sound, (*weights, *model.buffers()))))
         if not is_sound or self._reports >= _MOST_REPORTS:
             again = f" and in {self._reports} reports in a row" if is_sound else ""
-            raise NotFinite(f"{found}{again}: lower lr, or set train.clip")
+            # A buffer may overflow in fp16 before the scale has fallen.
+            instead = ", set train.clip, or use bf16" if self._scaler else ", or set train.clip"
+            raise NotFinite(f"{found}{again}: lower lr{instead}")
         if not self._is_told:
             self._notice(f"{found}, but every weight is: the training continues")
             self._is_told = True

@@ -25,7 +25,7 @@ _REFUSED = (
     ("precision", "fp16", "bf16", SAME_SAMPLES),
 )
 """Settings, their values that these strategies do not take, and what to set."""
-_NO_PLAN = (
+NO_PLAN = (
     "train.strategy=tp needs the experiment to say how its layers are divided: def "
     "parallelize(self): return {'layer.name': ColwiseParallel(), …}, as "
     "torch.distributed.tensor.parallel.parallelize_module takes it"
@@ -107,10 +107,12 @@ def check(experiment: Experiment, processes: int, *, on_gpu: bool) -> None:
         )
     if strategy in ("single", "dp") and processes > 1:
         raise UserError(
-            f"train.strategy={strategy} is one process, not {processes}: give --nproc 1, or use ddp"
+            f"train.strategy={strategy} is one process, not {processes}: give --nproc 1 on one "
+            "machine, or use ddp"
         )
-    if strategy == "tp" and not experiment.parallelize():
-        raise UserError(_NO_PLAN)
+    # Only a rank may call it: the plan may ask the process group, or for what `model()` has made.
+    if strategy == "tp" and type(experiment).parallelize is Experiment.parallelize:
+        raise UserError(NO_PLAN)
 
 
 def _channels_last(_: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -32,7 +32,7 @@ from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.training.distributed.world import World
 from rankzero.training.optimization import optimizers
-from rankzero.training.strategies import parameter_names, shared_weights
+from rankzero.training.strategies import NO_PLAN, parameter_names, shared_weights
 from rankzero.training.strategies.base import (
     Metrics,
     MicroBatchStep,
@@ -186,7 +186,8 @@ def tensor_parallel(experiment: Experiment, model: nn.Module, world: World) -> S
 
     Raises UserError if the plan divides a tied weight.
     """
-    plan = experiment.parallelize()
+    if not (plan := experiment.parallelize()):
+        raise UserError(NO_PLAN)
     missing = [name for name in plan if name not in dict(model.named_modules())]
     if missing:
         raise UserError(f"parallelize() names {missing[0]!r}, which the model does not have")
