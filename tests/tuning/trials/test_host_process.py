@@ -69,6 +69,13 @@ def test_a_host_that_dies_before_it_describes_is_named() -> None:
             host.describe(Question("exp.py", {}, 1))
 
 
+def test_a_host_that_is_closed_gets_the_signal_that_kills_its_ranks() -> None:
+    host = LocalHost(())
+    host.close()
+    # It has no handler yet.
+    assert host._process.exitcode == -signal.SIGQUIT
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_killed_host_loses_its_trial_and_the_next_trial_gets_another_host(

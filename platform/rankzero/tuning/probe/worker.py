@@ -91,8 +91,10 @@ def main(request: ProbeRequest) -> str:
     """Measure the cells of a request; the entry point of every rank."""
     from rankzero.training.distributed import device
     from rankzero.training.distributed.world import join
+    from rankzero.training.stop import StopRequest, end_with_launcher
 
     ranks = launcher.detect()
+    end_with_launcher(StopRequest())
     try:
         with join(ranks, device.choose) as world:
             _measure_all(request, world)

@@ -106,6 +106,8 @@ class LocalHost:
     def close(self) -> None:
         """End the host, and the trial that it runs."""
         self._pipe.close()
+        # A probe's ranks ignore SIGTERM. Without a host, nobody would end them.
+        self.signal(signal.SIGQUIT)
         self._process.join(1.0)
         if self._process.is_alive():
             self._process.kill()
