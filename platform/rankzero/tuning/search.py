@@ -275,7 +275,7 @@ def _probe(setup: SearchSetup, study: Study, run: StudyRun) -> Probe:
         setup.notify,
         setup.options.silence_seconds,
         # A study that has its space does not use what another measurement would show.
-        measures=SPACE not in study.facts,
+        most_seconds=0 if SPACE in study.facts else 60 * (setup.options.minutes or math.inf) / 3,
     )
     run.write_probe(probe.cells, probe.effects)
     return probe

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import signal
 import threading
 import time
@@ -73,7 +74,7 @@ class MeasuringHost:
     def run(self, _entry: object, _topology: object, request: ProbeRequest, *_: Path) -> None:
         known = list(request.known)
         self.was_lost = False
-        while cell := request.next_cell(known):
+        while cell := request.next_cell(known, time.time()):
             fields = dataclasses.asdict(cell)
             request.append({"begun": fields})
             if self.ends_at(cell, request):
@@ -99,11 +100,11 @@ def measured_with(
     lines: list[str] | None = None,
     described: ExperimentDescription = DESCRIBED,
     *,
-    measures: bool = True,
+    most_seconds: float = math.inf,
 ) -> list[ProbeResult]:
     notify = [] if lines is None else lines
     given = SPACE, described, "", folder, cast("Any", host), notify.append, 0.0
-    return probe_map.measure(*given, measures=measures).cells
+    return probe_map.measure(*given, most_seconds=most_seconds).cells
 
 
 def test_a_later_command_measures_failed_cells_again_and_no_others(tmp_path: Path) -> None:
@@ -150,10 +151,18 @@ def test_a_lack_of_a_gpus_memory_that_ended_the_processes_is_kept(
 
 def test_a_study_that_has_its_space_measures_nothing(tmp_path: Path) -> None:
     # As on another machine, which takes over.
-    assert measured_with(None, tmp_path, measures=False) == []
+    assert measured_with(None, tmp_path, most_seconds=0) == []
     whole = measured_with(MeasuringHost(losses=2), tmp_path)
     assert "failed" in {one.status for one in whole}
-    assert measured_with(None, tmp_path, measures=False) == whole
+    assert measured_with(None, tmp_path, most_seconds=0) == whole
+
+
+def test_a_probe_ends_with_its_time_and_a_later_one_measures_the_rest(tmp_path: Path) -> None:
+    host, lines = MeasuringHost(), list[str]()
+    cut = measured_with(host, tmp_path, lines, most_seconds=1e-9)
+    assert len(cut) == len(host.measured) == 1
+    assert "a third of --minutes" in lines[-1] and "`rankzero probe`" in lines[-1]
+    assert len(measured_with(MeasuringHost(), tmp_path)) > 1
 
 
 def test_a_failure_that_was_measured_again_does_not_count(tmp_path: Path) -> None:
@@ -161,7 +170,7 @@ def test_a_failure_that_was_measured_again_does_not_count(tmp_path: Path) -> Non
     assert "failed" in {one.status for one in whole}
     mended = measured_with(MeasuringHost(), tmp_path)
     assert {one.status for one in mended} == {"ok"}
-    assert measured_with(MeasuringHost(), tmp_path, measures=False) == mended
+    assert measured_with(MeasuringHost(), tmp_path, most_seconds=0) == mended
 
 
 def test_a_lack_of_memory_is_kept_if_the_device_has_a_limit() -> None:

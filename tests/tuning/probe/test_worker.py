@@ -44,7 +44,7 @@ def test_the_data_are_loaded_under_the_seed_of_the_run(monkeypatch: pytest.Monke
     monkeypatch.setattr(sets, "load", lambda _: seeds.append(torch.initial_seed()))
     monkeypatch.setattr(config, "from_yaml", lambda *_: tiny(train__seed=7))
     request: Any = SimpleNamespace(
-        experiment_file=str(FIXTURES / "tiny.py"), config="", known=(), next_cell=lambda _: None
+        experiment_file=str(FIXTURES / "tiny.py"), config="", known=(), next_cell=lambda *_: None
     )
     worker._measure_all(request, World(Ranks(), torch.device("cpu")))
     rng.seed_all(7)

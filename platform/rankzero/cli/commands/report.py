@@ -152,5 +152,6 @@ def _show_study(arguments: argparse.Namespace, name: str) -> None:
         terminal.print(Text(f"confirmed  trial {number:3}: {', '.join(texts)}"))
     if "objective" in facts:
         terminal.print(Text(f"objective: {facts['objective']}"))
-    verdict = facts.get("sentence") or "No verdict yet: the same search command resumes it."
+    unfinished = "No verdict yet: the same search command resumes it, with more --minutes if they"
+    verdict = facts.get("sentence") or f"{unfinished} were too short."
     terminal.print(Text(verdict))

@@ -86,7 +86,7 @@ def measure(
     notify: Callable[[str], None],
     silence_seconds: float,
     *,
-    measures: bool = True,
+    most_seconds: float = math.inf,
 ) -> Probe:
     """Measure what is not known yet; return the map, and what knobs do at its knee.
 
@@ -94,10 +94,10 @@ def measure(
     is killed, and counts as failed. The map has the space's batch sizes from half of
     the user's own, and all precisions. `root`: the folder of the embedded store. Results are kept
     below it for the next search. On most devices, a step waits longest for data and gradients: a
-    search decides the knobs of speed there, for all numbers of devices. Without `measures`, it
-    returns only what is known.
+    search decides the knobs of speed there, for all numbers of devices. After `most_seconds`, no
+    cell begins but the first. With 0, it returns only what is known.
     """
-    found, results = Probe(), root / "probes"
+    found, results, until = Probe(), root / "probes", time.time() + most_seconds
     results.mkdir(parents=True, exist_ok=True)
     measure_once = functools.partial(_measure_once, host, notify, silence_seconds)
     for count in space.devices:
@@ -105,9 +105,15 @@ def measure(
             notify(f"probe  on {devices_text(count)}")
         one = dataclasses.replace(described, processes=count)
         request = _request(space, one, experiment_file, results)
-        if measures:
+        if most_seconds:
+            request = dataclasses.replace(request, until=until)
             with _alone(request.results, notify):
                 known = _complete(request, measure_once)
+            if time.time() > until and request.next_cell(known):
+                notify(
+                    f"probe  stopped after {most_seconds:.0f} s, a third of --minutes: this search "
+                    "leaves out what is not measured yet. `rankzero probe` measures the rest"
+                )
         elif grid.knee(request.cells(known := _read(request.results, 0))) is None:
             continue
         probe = _result(request, known, notify)
@@ -170,7 +176,7 @@ def _complete(
     # Each pass ends with the map, or with a cell that ended the processes.
     earlier = lines = len(_lines(request.results))
     before, known = -1, _read(request.results, earlier)
-    while before < lines and request.next_cell(known) is not None:
+    while before < lines and request.next_cell(known, time.time()) is not None:
         measure_once(dataclasses.replace(request, known=tuple(known)))
         before, lines = lines, len(_lines(request.results))
         known = _read(request.results, earlier)

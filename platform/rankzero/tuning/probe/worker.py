@@ -51,6 +51,8 @@ class ProbeRequest:
     """One line before each cell and one after it. A line without its second is a cell that killed
     its processes."""
     known: tuple[ProbeResult, ...] = ()
+    until: float = math.inf
+    """No cell begins after this time of the day, once one has a speed."""
 
     @property
     def failures(self) -> Path:
@@ -71,15 +73,17 @@ class ProbeRequest:
             if not one.plan and one.batch_size in wanted[0] and one.precision in wanted[1]
         ]
 
-    def next_cell(self, measured: Sequence[ProbeResult]) -> Cell | None:
-        """Return the next cell to measure, or None if the map is complete."""
+    def next_cell(self, measured: Sequence[ProbeResult], now: float = 0.0) -> Cell | None:
+        """Return the next cell to measure, or None if the map is complete, or `now` is too late."""
         cells, strategy = self.cells(measured), self.subject.train.strategy
         wanted = self.batch_sizes, self.precisions
         cell = grid.next_cell(cells, *wanted, self.subject.described.processes, strategy)
         knee = grid.knee(cells)
-        if cell is not None or knee is None:
+        if knee is None:
             return cell
-        return speed_knobs.replay(self.knobs, self.subject, knee, measured)[0]
+        if now > self.until:
+            return None
+        return cell or speed_knobs.replay(self.knobs, self.subject, knee, measured)[0]
 
     def append(self, fields: dict[str, Any]) -> None:
         """Append a line to the results."""
@@ -114,7 +118,7 @@ def _measure_all(request: ProbeRequest, world: World) -> None:
     # Loaded once: that may take longer than a cell.
     measured, data = list(request.known), sets.load(experiment)
     # Every rank computes the same next cell from the same measurements.
-    while cell := request.next_cell(measured):
+    while cell := request.next_cell(measured, *_worst(world, time.time())):
         if world.ranks.first:
             request.append({"begun": dataclasses.asdict(cell)})
         # The first cell's speed shows how long a run takes.
