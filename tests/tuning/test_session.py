@@ -34,6 +34,7 @@ from rankzero.tuning.space import (
 from rankzero.tuning.study import Study, find_study, open_study
 from rankzero.tuning.trial import State, Trial, Trials
 from rankzero.tuning.verdict.decide import Verdict
+from rankzero.tuning.verdict.sentence import sentence
 from support.company import SPACE, Mine, opened
 from support.fake_launcher import FakeLauncher, FakeRunning, Fate
 
@@ -517,7 +518,9 @@ def test_a_reference_that_diverges_does_not_end_a_search_with_a_target(search: S
     found, study, launcher, lines = search(FakeLauncher(fate), Mine(lr=2.0))
     assert study.trials()[0].state == "PRUNED" and launcher.started[1].lr == pytest.approx(0.25)
     assert found.beaten and found.winner.reached and not found.reference.reached
-    assert any("missed the quality" in line for line in lines)
+    told = [line.split()[:3] for line in lines if " diverged" in line]
+    assert told[0][:2] == ["trial", "0"] and ["confirm", "trial", "0"] in told
+    assert "(0 of 3 seeds; diverged on 3)" in sentence(found, Mine().goal, 0.9, 60.0)
 
     class Open(Mine):
         goal: Goal = Goal("val/accuracy", "max")

@@ -354,14 +354,12 @@ class Session:
             facts[TRAINED] = scaled
         self._study.tell(number, result.state, result.value, result.constraints, facts)
         self._budget.keep()
+        trial = self._study.known[number]
         what = f"batch {facts['batch_size']}, {facts['precision']}, lr {facts['lr']:.2g}"
-        what = ", ".join(filter(None, (what, settings_text(self._study.known[number].own))))
+        what = ", ".join(filter(None, (what, settings_text(trial.own))))
         what += f", {devices_text(devices)}" if len(self._space.devices) > 1 else ""
-        # The value of one that missed the quality may look good, and nobody can use it.
-        missed = result.state == "COMPLETE" and max(result.constraints.values(), default=0) > 0
-        value = None if missed else result.value
-        line = f"trial {number:3}  {what:34} {'missed' if missed else result.state.lower():9}"
-        line += "" if value is None else f"  value {self._objective.text(value)}"
+        line = f"trial {number:3}  {what:34} {follower.state_text(trial).lower():9}"
+        line += "" if result.value is None else f"  value {self._objective.text(result.value)}"
         line += f"  best {shown(facts['best'])}" if "best" in facts else ""
         if "samples_per_second" in facts:
             line += f"  {shown(facts['samples_per_second'])} samples/s"
@@ -518,7 +516,8 @@ class Session:
             run = confirm.as_run(trial.number, seed, result, objective, train)
             self._study.note(CONFIRMATIONS, [*self._confirmations(), dataclasses.asdict(run)])
             self._budget.keep()
-            value = "missed the quality" if run.value is None else objective.text(run.value)
+            missed = "diverged" if run.diverged else "missed the quality"
+            value = missed if run.value is None else objective.text(run.value)
             self._notify(f"confirm  trial {trial.number} on seed {seed}: {value}")
 
         best = next_trial.best_value(self._study.trials())

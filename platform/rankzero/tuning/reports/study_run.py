@@ -28,6 +28,7 @@ from rankzero.tracking.run_log import RunLog
 from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.probe.speed_knobs import Effect
 from rankzero.tuning.trial import Trial, Trials
+from rankzero.tuning.trials.follower import state_text
 
 _RESULT_COLUMNS = ("trial", "state", "value", "seeds", "best", "samples_per_second")
 SHOWN_COLUMNS = (*_RESULT_COLUMNS, "batch_size", "precision", "lr", "devices")
@@ -190,7 +191,7 @@ def _known(values: Mapping[str, float | None]) -> dict[str, float]:
 
 def _row_of(trial: Trial) -> dict[str, Any]:
     """Return a trial's row of the table of trials, by column."""
-    known = {"trial": trial.number, "state": trial.state, "value": trial.value, **trial.facts}
+    known = {"trial": trial.number, "state": state_text(trial), "value": trial.value, **trial.facts}
     return {column: known.get(column) for column in _COLUMNS}
 
 
@@ -203,13 +204,8 @@ def own_settings(trials: Sequence[Trial]) -> dict[str, str]:
 
 
 def texts_of(trial: Trial, own: Iterable[str] = ()) -> list[str]:
-    """Return a trial's values of `SHOWN_COLUMNS`, and of its `own` settings, as text.
-
-    The state of one that ended and missed the target is "missed".
-    """
+    """Return a trial's values of `SHOWN_COLUMNS`, and of its `own` settings, as text."""
     row = _row_of(trial)
-    if trial.state == "COMPLETE" and not trial.feasible:
-        row["state"] = "missed"
     values = [*(row[column] for column in SHOWN_COLUMNS), *map(trial.own.get, own)]
     texts = [shown(one) if isinstance(one, float) else str(one) for one in values]
     return ["" if one is None else text for one, text in zip(values, texts, strict=True)]

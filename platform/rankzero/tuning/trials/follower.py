@@ -24,13 +24,13 @@ from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 from rankzero.config import flatten, override
-from rankzero.errors import UserError
+from rankzero.errors import NotFinite, UserError
 from rankzero.events import Event, RunEnded, SystemSampled
 from rankzero.experiment import Experiment
 from rankzero.launch.failures import FailureKind
 from rankzero.tuning.learning_curve import LearningCurve
 from rankzero.tuning.objective import MEMORY, QUALITY, Objective
-from rankzero.tuning.trial import VALUES, State
+from rankzero.tuning.trial import VALUES, State, Trial
 from rankzero.tuning.trials.launcher import LaunchedTrial, TrainLauncher
 from rankzero.tuning.trials.silence import Silence
 
@@ -262,6 +262,18 @@ def complete(curve: LearningCurve, objective: Objective) -> TrialResult:
     reason = curve.ended.reason if curve.ended else ""
     constraints = {QUALITY: objective.gap(curve), MEMORY: 0.0}
     return TrialResult("COMPLETE", curve, reason, constraints, objective.value(curve))
+
+
+def diverged(state: str, reason: str) -> bool:
+    """Return whether a trial that ended so had a loss or a gradient that is no finite number."""
+    return state == "PRUNED" and NotFinite.__name__ in reason
+
+
+def state_text(trial: Trial) -> str:
+    """Return a trial's state for people: "missed" and "diverged" are states, too."""
+    if diverged(trial.state, trial.facts.get("reason", "")):
+        return "diverged"
+    return "missed" if trial.state == "COMPLETE" and not trial.feasible else trial.state
 
 
 def combined(results: Sequence[TrialResult]) -> TrialResult:

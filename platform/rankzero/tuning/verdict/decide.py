@@ -50,6 +50,7 @@ class ConfirmationRun:
     """The cost of the training, in the unit of `value`, if the run missed the quality."""
     whole: float | None = None
     """The cost of all its steps, in that unit, if it is known."""
+    diverged: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -142,7 +142,9 @@ def _performance(name: Name, candidate: Candidate, goal: Goal, target: float | N
         case "time-to-target" | "energy":
             wanted = _quality(goal, target)
             if not candidate.costs:
-                return f"does not reliably reach {wanted} ({len(values)} of {len(runs)} seeds)"
+                bad = sum(run.diverged for run in runs)
+                seeds = f"{len(values)} of {len(runs)} seeds{f'; diverged on {bad}' if bad else ''}"
+                return f"does not reliably reach {wanted} ({seeds})"
             if candidate.reached:
                 return f"reaches {wanted}{_in_time(name, candidate)}"
             cost = shown(statistics.fmean(candidate.costs), 2)
