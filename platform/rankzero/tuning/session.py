@@ -359,7 +359,8 @@ class Session:
         what = ", ".join(filter(None, (what, settings_text(trial.own))))
         what += f", {devices_text(devices)}" if len(self._space.devices) > 1 else ""
         line = f"trial {number:3}  {what:34} {follower.state_text(trial).lower():9}"
-        line += "" if result.value is None else f"  value {self._objective.text(result.value)}"
+        if result.value is not None and trial.feasible:
+            line += f"  value {self._objective.text(result.value)}"
         line += f"  best {shown(facts['best'])}" if "best" in facts else ""
         if "samples_per_second" in facts:
             line += f"  {shown(facts['samples_per_second'])} samples/s"

@@ -109,7 +109,7 @@ class StudyRun:
             # Later trials may have ended already.
             self._best = min(self._best, trial.rank if trial.feasible else math.inf)
             metrics = {
-                "search/value": trial.value,
+                "search/value": trial.value if trial.feasible else None,
                 "search/best_value": self._best if math.isfinite(self._best) else None,
                 "search/quality": facts.get("best"),
                 "search/samples_per_second": facts.get("samples_per_second"),
@@ -191,7 +191,9 @@ def _known(values: Mapping[str, float | None]) -> dict[str, float]:
 
 def _row_of(trial: Trial) -> dict[str, Any]:
     """Return a trial's row of the table of trials, by column."""
-    known = {"trial": trial.number, "state": state_text(trial), "value": trial.value, **trial.facts}
+    # The sampler's value of a miss has a penalty, and is no measurement.
+    value, state = trial.value if trial.feasible else None, state_text(trial)
+    known = {"trial": trial.number, "state": state, "value": value, **trial.facts}
     return {column: known.get(column) for column in _COLUMNS}
 
 
