@@ -42,6 +42,13 @@ def test_slow_trials_leave_half_of_the_time_for_faster_ones(tmp_path: Path) -> N
     assert not late[1].allows_runs(three)
 
 
+def test_a_target_that_the_first_evaluation_reached_asks_for_more_of_them(tmp_path: Path) -> None:
+    study = opened(tmp_path, store="journal")
+    number, options = study.ask(SPACE.reference_parameters()), SearchOptions()
+    study.tell(number, "COMPLETE", 9.0, {QUALITY: 0.0}, {"curve": [[40, 9.0, 0.95]]})
+    assert "train.eval_every=4 " in Budget(study, SPACE, options, lambda: 0.0, 0.0, 1).outlook()
+
+
 def test_challengers_for_which_there_is_no_time_are_not_confirmed(tmp_path: Path) -> None:
     """An own learning rate that never reaches the quality costs most of the time."""
     space, launcher = make_space(Mine(lr=0.0007), 1, 0.5, samples=1000), FakeLauncher()

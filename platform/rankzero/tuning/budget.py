@@ -123,7 +123,20 @@ class Budget:
         # The gain of `quality` is a difference of metrics: no usual noise is known.
         if options.objective == "quality":
             return text
-        return f"{text}: it can show gains above {gain:.0%} if runs vary by {_USUAL_NOISE:.0%}"
+        text += f": it can show gains above {gain:.0%} if runs vary by {_USUAL_NOISE:.0%}"
+        return text + self._rounding()
+
+    def _rounding(self) -> str:
+        """Return a warning if the reference reached the target as soon as it was evaluated."""
+        trials = self._study.known
+        reference = next_trial.reference_trial(trials, self._space)
+        curve = reference.facts.get("curve", []) if reference and reference.feasible else []
+        if self._options.objective not in TO_TARGET or len(curve) != 1 or curve[0][0] < 2:
+            return ""
+        return (
+            ". Yours reached the target at its first evaluation, so a faster start cannot show: "
+            f"set train.eval_every={max(1, curve[0][0] // 10)} and give --new"
+        )
 
     def too_short(self) -> str | None:
         """Return an error message if the budget did not suffice for a second trial, or None."""
