@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 import types
@@ -164,6 +165,12 @@ def test_a_setting_with_the_name_of_a_method_is_refused(name: str, kind: Any, de
         "Mended", (Experiment,), {"__annotations__": {f"{name}_": kind}, f"{name}_": default}
     )
     assert flatten(renamed())[name] == default
+
+
+@pytest.mark.parametrize("kind", [property, functools.cached_property, lambda method: method])
+def test_a_property_or_a_method_with_the_name_of_a_setting_is_refused(kind: Any) -> None:
+    with pytest.raises(TypeError, match=r"Broken\.lr: lr is a setting, .* in schedule\(\)"):
+        type("Broken", (Experiment,), {"lr": kind(lambda self: 0.1)})
 
 
 def test_a_class_attribute_of_experiment_is_no_setting() -> None:

@@ -321,6 +321,7 @@ class Experiment:
                 and field.default_factory is dataclasses.MISSING
             ):
                 raise TypeError(f"{cls.__name__}.{field.name} needs a default value")
+        _require_values(cls)
         _check_names(cls)
         cls._source = _source(cls)
 
@@ -523,6 +524,17 @@ def _refuse_change(experiment: Experiment, name: str, _: object) -> None:
     if name not in {field.name for field in dataclasses.fields(experiment)}:
         mend = "write a functools.cached_property, which data() and model() may both use"
     raise dataclasses.FrozenInstanceError(f"self.{name} cannot be assigned to: {mend}")
+
+
+def _require_values(cls: type[Experiment]) -> None:
+    """Raise TypeError if a property or a method has a setting's name."""
+    for name in (field.name for field in dataclasses.fields(cls)):
+        if hasattr(inspect.getattr_static(cls, name, None), "__get__"):
+            mend = ", and change it over the steps in schedule()" if name == "lr" else ""
+            raise TypeError(
+                f"{cls.__name__}.{name}: {name} is a setting, and no property or method: write "
+                f"{name} = VALUE{mend}"
+            )
 
 
 def _check_names(cls: type[Experiment]) -> None:
