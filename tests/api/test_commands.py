@@ -257,7 +257,7 @@ def test_settings_and_options_become_arguments(
             experiment,
             minutes=2.5,
             nproc=nproc,
-            no_probe=True,
+            probe=False,
             new=False,
             tag=("a=1", "b=2"),
             dir=tmp_path,

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 # -P: a file of the current folder must not hide a module of ours.
 _COMMAND = (sys.executable, "-P", "-m", "rankzero")
+# False is the same as to leave these out.
+_OFF = ("new", "no_probe", "resume_if_there", "slurm", "wait_delivery")
 # The servers of `open_ui` by the folder of their runs, with their addresses.
 _servers: dict[Path, tuple[subprocess.Popen[bytes], str]] = {}
 
@@ -294,7 +296,7 @@ def _refuse_other_groups(given: Any, default: Any) -> None:
 
 
 def _options(**wanted: Any) -> Iterator[str]:
-    """Yield keywords as options: nothing for None and False, the bare option for True.
+    """Yield keywords as options: nothing for None, the bare option for True, --no-NAME for False.
 
     A list gives an option several times, and so do a tuple and a mapping: ``tag={"a": "b"}``.
     """
@@ -307,8 +309,8 @@ def _options(**wanted: Any) -> Iterator[str]:
             value = [f"{key}={one}" for key, one in value.items()]
         if value is True:
             yield option
-        elif value is False and name == "offline":
-            yield "--no-offline"  # RANKZERO_OFFLINE may say otherwise
+        elif value is False and name not in _OFF:
+            yield option.replace("--", "--no-", 1)  # The command refuses one that it lacks.
         elif isinstance(value, (list, tuple)):
             yield from (f"{option}={one}" for one in value)
         elif value is not None and value is not False:
