@@ -45,7 +45,7 @@ def _results(folder: Path) -> tuple[list[object], dict[object, float], str]:
     confirmed = study.facts[CONFIRMATIONS]
     values = {(one["trial"], one["seed"]): one["value"] for one in confirmed}
     end = last_end(lookup.require(folder / "mlruns" / "runs", "s"))
-    return [*trials], values, end.reason.partition("accuracy: ")[2].partition(";")[0]
+    return [*trials], values, end.reason.partition("accuracy: ")[2].partition(". ")[0]
 
 
 def launcher_for(host: RemoteHost, folder: Path) -> TrainLauncher:

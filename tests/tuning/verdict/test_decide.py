@@ -51,9 +51,8 @@ def test_a_clear_winner() -> None:
     assert 3.0 < found.gain_low < found.gain < found.gain_high < 4.0
     assert sentence(found, GOAL, 0.97, 360.0) == (
         "Your configuration reaches 97% val/accuracy in 41 s (40-42). The sweet spot reaches it "
-        "in 12 s (12-12): batch 512, bf16, lr 0.006; 3.4x as fast (3.2 to 3.7); 3.1x the "
-        "samples/s. Confirmed on 3 new seeds. The search took 6 min and pays for itself after 13 "
-        "runs."
+        "in 12 s (12-12): batch 512, bf16, lr 0.006; 3.4x as fast (3.2 to 3.7). Confirmed "
+        "on 3 new seeds. The search took 6 min and pays for itself after 13 runs."
     )
 
 
@@ -61,7 +60,7 @@ def test_the_sentence_of_the_least_energy() -> None:
     reference, winner = candidate(0, 40.0, 41.0, 42.0), candidate(3, 12.0, 12.5, 11.5)
     text = sentence(decide("energy", reference, [winner]), GOAL, 0.97, 360.0)
     assert "reaches 97% val/accuracy with 41 J (40-42). The sweet spot reaches it with 12" in text
-    assert "; 0.29x the energy (0.27 to 0.32); " in text and "pays" not in text
+    assert "; 0.29x the energy (0.27 to 0.32). " in text and "pays" not in text
 
 
 def test_the_sentence_names_edges_and_rounds_that_were_trained_again() -> None:
@@ -313,6 +312,7 @@ def test_throughput_counts_speeds_and_quality_counts_differences() -> None:
         [candidate(1, -200.0, -201.0, -199.0)],
     )
     assert fast.beaten and fast.gain == pytest.approx(2.0, rel=0.01)
+    assert "; 2x the samples/s (2 to 2)." in sentence(fast, GOAL, None, 60.0)
     good = decide("quality", candidate(0, -0.90, -0.91, -0.89), [candidate(1, -0.97, -0.96, -0.98)])
     assert good.beaten and good.gain == pytest.approx(0.07)
 

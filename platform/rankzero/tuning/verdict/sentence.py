@@ -119,21 +119,16 @@ def _confirmed(verdict: Verdict, disturbed: int, mixed: Sequence[int]) -> str:
 
 
 def _gains(verdict: Verdict) -> str:
-    """Return what the winner gains: to the target, with the interval, and in samples/s."""
-    text, gain, low, high = "", verdict.gain, verdict.gain_low, verdict.gain_high
-    what = "as fast"
-    if verdict.objective == "energy" and gain:
-        what = "the energy"
+    """Return what the winner gains in the objective, with the interval."""
+    gain, low, high = verdict.gain, verdict.gain_low, verdict.gain_high
+    what = {"energy": "the energy", "throughput": "the samples/s", "tokens": "the tokens/s"}
+    if verdict.objective == "quality" or not gain:
+        return ""
+    if verdict.objective == "energy":
         gain, low, high = 1 / gain, high and 1 / high, low and 1 / low
-    if verdict.objective in TO_TARGET and gain:
-        text = f"; {gain:.2g}x {what}"
-        # With one run each, nothing is known of the noise.
-        text += f" ({low:.2g} to {high:.2g})" if low and high and math.isfinite(high) else ""
-    fast, slow = (
-        median([run.samples_per_second for run in one.runs])
-        for one in (verdict.winner, verdict.reference)
-    )
-    return text + (f"; {fast / slow:.2g}x the samples/s" if fast and slow else "")
+    # With one run each, nothing is known of the noise.
+    interval = f" ({low:.2g} to {high:.2g})" if low and high and math.isfinite(high) else ""
+    return f"; {gain:.2g}x {what.get(verdict.objective, 'as fast')}{interval}"
 
 
 def _performance(name: Name, candidate: Candidate, goal: Goal, target: float | None) -> str:
