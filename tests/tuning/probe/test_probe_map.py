@@ -69,6 +69,7 @@ class MeasuringHost:
 
     def __init__(self, losses: int = 0) -> None:
         self.losses, self.was_lost = losses, False
+        self.widths: dict[int, float] = {}
         self.measured: list[tuple[int, str]] = []
 
     def run(self, _entry: object, _topology: object, request: ProbeRequest, *_: Path) -> None:
@@ -80,7 +81,9 @@ class MeasuringHost:
             if self.ends_at(cell, request):
                 return
             fields |= {"status": "ok", "samples_per_second": float(cell.batch_size)}
-            known.append(ProbeResult(**fields, memory_limit_bytes=2**30))
+            width = self.widths.get(cell.batch_size, 0.01)
+            fields |= {"relative_half_width": width, "memory_limit_bytes": 2**30}
+            known.append(ProbeResult(**fields))
             request.append(dataclasses.asdict(known[-1]))
             self.measured.append((cell.batch_size, cell.precision))
 
@@ -171,6 +174,17 @@ def test_a_failure_that_was_measured_again_does_not_count(tmp_path: Path) -> Non
     mended = measured_with(MeasuringHost(), tmp_path)
     assert {one.status for one in mended} == {"ok"}
     assert measured_with(MeasuringHost(), tmp_path, most_seconds=0) == mended
+
+
+def test_a_map_that_a_busy_machine_spoiled_names_the_file_to_delete(tmp_path: Path) -> None:
+    host, lines = MeasuringHost(), list[str]()
+    host.widths = {256: 4.4}
+    measured_with(host, tmp_path, lines)
+    [path] = (tmp_path / "probes").glob("*.jsonl")
+    assert lines[-1].startswith("probe  2 of ") and f"delete {path} to" in lines[-1]
+    path.unlink()
+    measured_with(MeasuringHost(), tmp_path, lines := [])
+    assert not any("delete" in line for line in lines)
 
 
 def test_a_lack_of_memory_is_kept_if_the_device_has_a_limit() -> None:

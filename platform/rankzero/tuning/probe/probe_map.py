@@ -39,6 +39,7 @@ from rankzero.tuning.trials.silence import Silence
 
 _BELOW = 2  # the map starts at the user's batch size over this
 _POLL_SECONDS = 0.2
+_BUSY = 0.5  # half the interval over the speed: wider ones say next to nothing
 _STATUS: dict[FailureKind, grid.Status] = {
     FailureKind.OUT_OF_MEMORY: "out of memory",
     FailureKind.OUT_OF_HOST_MEMORY: "out of memory",
@@ -113,6 +114,11 @@ def measure(
                 notify(
                     f"probe  stopped after {most_seconds:.0f} s, a third of --minutes: this search "
                     "leaves out what is not measured yet. `rankzero probe` measures the rest"
+                )
+            if vague := sum(_BUSY < one.relative_half_width < math.inf for one in known):
+                notify(
+                    f"probe  {vague} of {len(known)} intervals are above ± {_BUSY:.0%}, as on a "
+                    f"busy machine: delete {request.results} to measure the map again"
                 )
         elif grid.knee(request.cells(known := _read(request.results, 0))) is None:
             continue
