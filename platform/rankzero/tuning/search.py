@@ -48,6 +48,7 @@ from rankzero.tuning.study import OWNER, Study, decided_studies, find_study, ope
 from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.host import Host
 from rankzero.tuning.trials.launcher import TrainLauncher
+from rankzero.tuning.verdict import confirm
 from rankzero.tuning.verdict.confirm import DISTURBED, MIXED, sound
 from rankzero.tuning.verdict.cost import DeviceResult, device_result
 from rankzero.tuning.verdict.decide import Candidate, Verdict
@@ -386,8 +387,11 @@ def _report(
     text = " ".join([_sentence(setup, study, verdict), *devices.sentences()])
     for name, columns, rows in devices.tables():
         run.write_table(name, columns, rows)
-    knobs = "", speed_knobs.EFFECT_COLUMNS, [one.row() for one in probe.effects]
-    tables = [texts_markdown(columns, rows) for _, columns, rows in (*devices.tables(), knobs)]
+    tables = [
+        texts_markdown(("confirmed trial", "values on new seeds"), confirm.rows(study.facts)),
+        *(texts_markdown(columns, rows) for _, columns, rows in devices.tables()),
+        texts_markdown(speed_knobs.EFFECT_COLUMNS, [one.row() for one in probe.effects]),
+    ]
     run.log_trials(trials)
     run.write_trials(trials)
     run.write_sweet_spot(

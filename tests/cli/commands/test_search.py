@@ -46,6 +46,7 @@ def test_a_search_from_the_probe_map_to_training_with_the_sweet_spot(rankzero: C
     runs = mlflow_runs(rankzero.folder)
     parent = runs.pop("s")
     assert parent.status == "FINISHED" and "--from s" in parent.tags["mlflow.note.content"]
+    assert "| confirmed trial" in parent.tags["mlflow.note.content"]
     assert parent.metrics["whole_run/best"] >= 0.8
     assert all(run.tags["mlflow.parentRunId"] == parent.run_id for run in runs.values())
     assert {run.status for run in runs.values()} <= {"FINISHED", "KILLED"} and len(runs) >= 4

@@ -90,6 +90,11 @@ def test_the_page_opens_offline_and_shows_what_people_read() -> None:
         assert title in page
 
 
+def test_an_axis_with_one_value_is_left_out() -> None:
+    parallel = str(optuna_figures.interactive(TRIALS, GOAL, [1])[-1])
+    assert "width" in parallel and "precision" not in parallel and "kind" not in parallel
+
+
 def test_a_choice_among_tuples_is_drawn() -> None:
     tuples = [
         dataclasses.replace(one, parameters={"widths": [8, 8 * one.number]}) for one in TRIALS[:3]

@@ -24,7 +24,6 @@ from rankzero.mlflow_store import named_runs
 from rankzero.reporting import comparison, run_report
 from rankzero.reporting.comparison import RunSide
 from rankzero.run_store import provenance
-from rankzero.scalars import shown
 
 _PATCH_LINES = 40
 _SHORT = {"samples_per_second": "samples/s", "batch_size": "batch"}
@@ -134,7 +133,7 @@ def _show_study(arguments: argparse.Namespace, name: str) -> None:
     from rankzero.tuning.options import default_storage
     from rankzero.tuning.reports.study_run import SHOWN_COLUMNS, own_settings, texts_of
     from rankzero.tuning.study import find_study
-    from rankzero.tuning.verdict.confirm import by_trial, sound
+    from rankzero.tuning.verdict import confirm
 
     storage = arguments.storage or default_storage(arguments.dir)
     study = find_study(storage, name)
@@ -147,9 +146,8 @@ def _show_study(arguments: argparse.Namespace, name: str) -> None:
     for trial in trials:
         if reason := trial.facts.get("reason"):
             terminal.print(Text(f"trial {trial.number:3}: {reason}"))
-    for number, runs in by_trial(sound(facts)).items():
-        texts = ["missed" if run.value is None else shown(abs(run.value)) for run in runs]
-        terminal.print(Text(f"confirmed  trial {number:3}: {', '.join(texts)}"))
+    for number, values in confirm.rows(facts):
+        terminal.print(Text(f"confirmed  trial {number:>3}: {values}"))
     if "objective" in facts:
         terminal.print(Text(f"objective: {facts['objective']}"))
     unfinished = "No verdict yet: the same search command resumes it, with more --minutes if they"

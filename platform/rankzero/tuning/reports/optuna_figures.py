@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -124,10 +125,17 @@ def _drawn_by(library: Any, trials: Sequence[Trial], goal: Goal) -> Iterator[tup
         if optuna.importance.get_param_importances(study, params=params):
             importance = library.plot_param_importances(study, params=params)
             yield "importance", "Importance of what was searched", importance
-    shown = [name for name in searched if name != _LR_FACTOR]
-    if any(trial.state is TrialState.COMPLETE for trial in study.trials):
-        parallel = library.plot_parallel_coordinate(study, shown, target_name=_VALUE)
+    axes = _axes(study)
+    if axes and any(trial.state is TrialState.COMPLETE for trial in study.trials):
+        parallel = library.plot_parallel_coordinate(study, axes, target_name=_VALUE)
         yield "parallel", "Configurations", parallel
+
+
+def _axes(study: optuna.Study) -> list[str]:
+    """Return the parameters with several values: the label of another one would hide the lines."""
+    known = {(name, str(value)) for trial in study.trials for name, value in trial.params.items()}
+    counts = Counter(name for name, _ in known if name != _LR_FACTOR)
+    return sorted(name for name in counts if counts[name] > 1)
 
 
 def _copies(trials: Sequence[Trial], goal: Goal) -> tuple[optuna.Study, optuna.Study]:

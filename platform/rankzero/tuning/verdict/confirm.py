@@ -10,6 +10,7 @@ from typing import Any
 
 from rankzero.config import flatten
 from rankzero.experiment import Train
+from rankzero.scalars import shown
 from rankzero.tuning.next_trial import reference_trial
 from rankzero.tuning.objective import MEMORY, Objective
 from rankzero.tuning.space import BATCH_INDEX, DEVICES, FACTOR, PRECISION, SPEED, Space
@@ -114,6 +115,18 @@ def by_trial(stored: Stored) -> dict[int, list[ConfirmationRun]]:
         run = ConfirmationRun(**{name: value for name, value in fields.items() if name in known})
         found.setdefault(run.trial, []).append(run)
     return found
+
+
+def rows(facts: Mapping[str, Any]) -> list[list[str]]:
+    """Return each trial that a study confirmed, and its values on new seeds, as texts."""
+
+    def text(run: ConfirmationRun) -> str:
+        missed = "diverged" if run.diverged else "missed"
+        return missed if run.value is None else shown(abs(run.value))
+
+    return [
+        [str(number), ", ".join(map(text, runs))] for number, runs in by_trial(sound(facts)).items()
+    ]
 
 
 def whole_rounds(trials: Sequence[int], stored: Stored) -> list[Mapping[str, Any]]:
