@@ -513,13 +513,12 @@ class Session:
                 raise UserError(f"{label} was not measured: {result.reason}")
             members.require_lead(self._study)
             self._note_device(result)
-            train = self._space.reference.train
-            run = confirm.as_run(trial.number, seed, result, objective, train)
+            run = confirm.as_run(trial.number, seed, result, objective, self._space.reference.train)
             self._study.note(CONFIRMATIONS, [*self._confirmations(), dataclasses.asdict(run)])
             self._budget.keep()
+            value = "" if run.value is None else objective.text(run.value)
             missed = "diverged" if run.diverged else "missed the quality"
-            value = missed if run.value is None else objective.text(run.value)
-            self._notify(f"confirm  trial {trial.number} on seed {seed}: {value}")
+            self._notify(f"confirm  trial {trial.number} on seed {seed}: {value or missed}")
 
         best = next_trial.best_value(self._study.trials())
         steps = [point[0] for point in trial.facts.get("curve", ())] if trial.feasible else []

@@ -118,7 +118,7 @@ def _measure_all(request: ProbeRequest, world: World) -> None:
     # Loaded once: that may take longer than a cell.
     measured, data = list(request.known), sets.load(experiment)
     # Every rank computes the same next cell from the same measurements.
-    while cell := request.next_cell(measured, *_worst(world, time.time())):
+    while cell := request.next_cell(measured, *world.highest(time.time())):
         if world.ranks.first:
             request.append({"begun": dataclasses.asdict(cell)})
         # The first cell's speed shows how long a run takes.

@@ -24,7 +24,7 @@ from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 from rankzero.config import flatten, override
-from rankzero.errors import NotFinite, UserError
+from rankzero.errors import UserError
 from rankzero.events import Event, RunEnded, SystemSampled
 from rankzero.experiment import Experiment
 from rankzero.launch.failures import FailureKind
@@ -37,6 +37,7 @@ from rankzero.tuning.trials.silence import Silence
 _TICK_SECONDS = 0.05
 _ASK_SECONDS = 1.0  # until a free launcher asks again, if no trial ends before
 GIVE_UP_SECONDS = 60.0  # from the kill of a silent trial, or cell, to the end of its host
+_DIVERGED = "diverged"  # a fact of a trial, and its state for people
 # A trial is measured and not kept.
 _TRIAL_SETTINGS = {
     "train.checkpoints.save_every": 0,
@@ -60,6 +61,8 @@ class TrialResult:
     """Whether its host process died: that may be the machine's fault."""
     values: tuple[float, ...] = ()
     """The values of each seed, if there are several."""
+    diverged: bool = False
+    """Whether its loss or a gradient was no finite number."""
 
     def leads(self, best: float | None) -> bool:
         """Return whether it reached the target, in less than the value `best`."""
@@ -253,7 +256,8 @@ def _result(
     infeasible = {FailureKind.OUT_OF_MEMORY: 1.0, FailureKind.NOT_FINITE: 0.0}
     if failure in infeasible:
         constraints = {QUALITY: 1.0, MEMORY: infeasible[failure]}
-        return TrialResult("PRUNED", curve, ended.reason, constraints, None)
+        diverged = failure is FailureKind.NOT_FINITE
+        return TrialResult("PRUNED", curve, ended.reason, constraints, None, diverged=diverged)
     return TrialResult("FAIL", curve, stop_reason or ended.reason, {}, None)
 
 
@@ -264,15 +268,10 @@ def complete(curve: LearningCurve, objective: Objective) -> TrialResult:
     return TrialResult("COMPLETE", curve, reason, constraints, objective.value(curve))
 
 
-def diverged(state: str, reason: str) -> bool:
-    """Return whether a trial that ended so had a loss or a gradient that is no finite number."""
-    return state == "PRUNED" and NotFinite.__name__ in reason
-
-
 def state_text(trial: Trial) -> str:
     """Return a trial's state for people: "missed" and "diverged" are states, too."""
-    if diverged(trial.state, trial.facts.get("reason", "")):
-        return "diverged"
+    if trial.facts.get(_DIVERGED):
+        return _DIVERGED
     return "missed" if trial.state == "COMPLETE" and not trial.feasible else trial.state
 
 
@@ -295,6 +294,7 @@ def facts(result: TrialResult, experiment: Experiment, label: str, devices: int)
     known = {
         "run": label,
         "reason": result.reason,
+        _DIVERGED: result.diverged or None,
         "batch_size": settings["train.batch_size"],
         "precision": settings["train.precision"],
         "lr": settings["lr"],

@@ -15,7 +15,7 @@ from rankzero.tuning.next_trial import reference_trial
 from rankzero.tuning.objective import MEMORY, Objective
 from rankzero.tuning.space import BATCH_INDEX, DEVICES, FACTOR, PRECISION, SPEED, Space
 from rankzero.tuning.trial import Trial, Trials
-from rankzero.tuning.trials.follower import TrialResult, diverged
+from rankzero.tuning.trials.follower import TrialResult
 from rankzero.tuning.verdict.decide import Candidate, ConfirmationRun
 
 NEW_SEED = 1000
@@ -102,7 +102,7 @@ def as_run(
         is_timed=objective.is_timed(curve),
         lost=lost,
         whole=None if ends_early else objective.cost(curve, is_whole=True),
-        diverged=diverged(result.state, result.reason),
+        diverged=result.diverged,
     )
 
 
