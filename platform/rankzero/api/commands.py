@@ -41,7 +41,10 @@ if TYPE_CHECKING:
 # -P: a file of the current folder must not hide a module of ours.
 _COMMAND = (sys.executable, "-P", "-m", "rankzero")
 # False is the same as to leave these out.
-_OFF = ("new", "no_probe", "resume_if_there", "slurm", "wait_delivery")
+_OFF = (
+    *("debug", "new", "no_probe", "no_progress", "notify", "ray", "resume_if_there", "slurm"),
+    *("tracking_uri", "wait_delivery"),
+)
 # The servers of `open_ui` by the folder of their runs, with their addresses.
 _servers: dict[Path, tuple[subprocess.Popen[bytes], str]] = {}
 

@@ -75,7 +75,7 @@ class MeasuringHost:
     def run(self, _entry: object, _topology: object, request: ProbeRequest, *_: Path) -> None:
         known = list(request.known)
         self.was_lost = False
-        while cell := request.next_cell(known, time.time()):
+        while cell := request.next_cell(known, time.monotonic()):
             fields = dataclasses.asdict(cell)
             request.append({"begun": fields})
             if self.ends_at(cell, request):
@@ -162,8 +162,10 @@ def test_a_study_that_has_its_space_measures_nothing(tmp_path: Path) -> None:
 
 def test_a_probe_ends_with_its_time_and_a_later_one_measures_the_rest(tmp_path: Path) -> None:
     host, lines = MeasuringHost(), list[str]()
-    cut = measured_with(host, tmp_path, lines, most_seconds=1e-9)
-    assert len(cut) == len(host.measured) == 1
+    given = SPACE, DESCRIBED, "", tmp_path, cast("Any", host), lines.append, 0.0
+    cut = probe_map.measure(*given, most_seconds=1e-9)
+    assert len(cut.cells) == len(host.measured) == 1
+    assert cut.is_cut and cut.ruling == [], "what was not measured is not ruled out"
     assert "a third of --minutes" in lines[-1] and "`rankzero probe`" in lines[-1]
     assert len(measured_with(MeasuringHost(), tmp_path)) > 1
 
@@ -181,7 +183,7 @@ def test_a_map_that_a_busy_machine_spoiled_names_the_file_to_delete(tmp_path: Pa
     host.widths = {256: 4.4}
     measured_with(host, tmp_path, lines)
     [path] = (tmp_path / "probes").glob("*.jsonl")
-    assert lines[-1].startswith("probe  2 of ") and f"delete {path} to" in lines[-1]
+    assert lines[-1].startswith("probe  2 of ") and f"delete {path} and search" in lines[-1]
     path.unlink()
     measured_with(MeasuringHost(), tmp_path, lines := [])
     assert not any("delete" in line for line in lines)

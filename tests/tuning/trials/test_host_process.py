@@ -70,10 +70,14 @@ def test_a_host_that_dies_before_it_describes_is_named() -> None:
 
 
 def test_a_host_that_is_closed_gets_the_signal_that_kills_its_ranks() -> None:
-    host = LocalHost(())
-    host.close()
-    # It has no handler yet.
-    assert host._process.exitcode == -signal.SIGQUIT
+    codes = []
+    for launches in (True, False):
+        host = LocalHost(())
+        host._launches = launches
+        host.close()
+        codes.append(host._process.exitcode)
+    # It has no handler yet, and a host without ranks needs none.
+    assert codes[0] == -signal.SIGQUIT != codes[1]
 
 
 @pytest.mark.slow

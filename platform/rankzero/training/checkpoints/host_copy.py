@@ -143,7 +143,8 @@ def _map_tensors(
         items = [_map_tensors(item, change, (*path, index)) for index, item in enumerate(value)]
         # A named tuple becomes a plain one, because weights_only loading refuses its class.
         return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, PurePath):
+    # Not one of a library, such as "s3://…": this machine's paths have other texts.
+    if isinstance(value, PurePath) and type(value).__module__.partition(".")[0] == "pathlib":
         return {_PATH: str(value)}
     value = plain(value)
     _require_loadable(value, path)
@@ -153,7 +154,7 @@ def _map_tensors(
 def with_paths(value: Any) -> Any:
     """Return a loaded state with its paths, which a checkpoint has as dicts."""
     if isinstance(value, dict):
-        if [*value] == [_PATH]:
+        if [*value] == [_PATH] and isinstance(value[_PATH], str):
             return Path(value[_PATH])
         # A dict stays the same one, with the `_metadata` of a model.
         value.update([(key, with_paths(item)) for key, item in value.items()])

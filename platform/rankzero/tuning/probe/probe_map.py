@@ -76,6 +76,13 @@ class Probe:
 
     cells: list[ProbeResult] = dataclasses.field(default_factory=list)
     effects: list[Effect] = dataclasses.field(default_factory=list)
+    is_cut: bool = False
+    """Whether there was no time for all of them."""
+
+    @property
+    def ruling(self) -> list[ProbeResult]:
+        """The measurements that rule out batch sizes and precisions: none of a map that is cut."""
+        return [] if self.is_cut else self.cells
 
 
 def measure(
@@ -98,7 +105,7 @@ def measure(
     search decides the knobs of speed there, for all numbers of devices. After `most_seconds`, no
     cell begins but the first. With 0, it returns only what is known.
     """
-    found, results, until = Probe(), root / "probes", time.time() + most_seconds
+    found, results, until = Probe(), root / "probes", time.monotonic() + most_seconds
     results.mkdir(parents=True, exist_ok=True)
     measure_once = functools.partial(_measure_once, host, notify, silence_seconds)
     for count in space.devices:
@@ -107,18 +114,21 @@ def measure(
         one = dataclasses.replace(described, processes=count)
         request = _request(space, one, experiment_file, results)
         if most_seconds:
-            request = dataclasses.replace(request, until=until)
+            # Seconds that are left: another machine's clock may show another time.
+            request = dataclasses.replace(request, most_seconds=max(0.0, until - time.monotonic()))
             with _alone(request.results, notify):
-                known = _complete(request, measure_once)
-            if time.time() > until and request.next_cell(known):
+                known = _complete(request, measure_once, until)
+            if time.monotonic() > until and request.next_cell(known):
+                found = dataclasses.replace(found, is_cut=True)
                 notify(
                     f"probe  stopped after {most_seconds:.0f} s, a third of --minutes: this search "
-                    "leaves out what is not measured yet. `rankzero probe` measures the rest"
+                    "leaves out no batch size and precision, and decides no more settings of "
+                    "speed. `rankzero probe` measures the rest for a search with --new"
                 )
             if vague := sum(_BUSY < one.relative_half_width < math.inf for one in known):
                 notify(
                     f"probe  {vague} of {len(known)} intervals are above ± {_BUSY:.0%}, as on a "
-                    f"busy machine: delete {request.results} to measure the map again"
+                    f"busy machine: delete {request.results} and search with --new to measure again"
                 )
         elif grid.knee(request.cells(known := _read(request.results, 0))) is None:
             continue
@@ -176,13 +186,13 @@ def _alone(results: Path, notify: Callable[[str], None]) -> Iterator[None]:
 
 
 def _complete(
-    request: ProbeRequest, measure_once: Callable[[ProbeRequest], None]
+    request: ProbeRequest, measure_once: Callable[[ProbeRequest], None], until: float
 ) -> list[ProbeResult]:
-    """Measure until no cell is left; return all measurements that hold."""
+    """Measure until no cell is left, or `until`; return all measurements that hold."""
     # Each pass ends with the map, or with a cell that ended the processes.
     earlier = lines = len(_lines(request.results))
     before, known = -1, _read(request.results, earlier)
-    while before < lines and request.next_cell(known, time.time()) is not None:
+    while before < lines and request.next_cell(known) and (not known or time.monotonic() < until):
         measure_once(dataclasses.replace(request, known=tuple(known)))
         before, lines = lines, len(_lines(request.results))
         known = _read(request.results, earlier)

@@ -51,8 +51,8 @@ class ProbeRequest:
     """One line before each cell and one after it. A line without its second is a cell that killed
     its processes."""
     known: tuple[ProbeResult, ...] = ()
-    until: float = math.inf
-    """No cell begins after this time of the day, once one has a speed."""
+    most_seconds: float = math.inf
+    """After so long, the ranks begin no cell, once one has a speed."""
 
     @property
     def failures(self) -> Path:
@@ -73,15 +73,15 @@ class ProbeRequest:
             if not one.plan and one.batch_size in wanted[0] and one.precision in wanted[1]
         ]
 
-    def next_cell(self, measured: Sequence[ProbeResult], now: float = 0.0) -> Cell | None:
-        """Return the next cell to measure, or None if the map is complete, or `now` is too late."""
+    def next_cell(self, measured: Sequence[ProbeResult], seconds: float = 0.0) -> Cell | None:
+        """Return the next cell, or None if the map is complete, or took too many `seconds`."""
         cells, strategy = self.cells(measured), self.subject.train.strategy
         wanted = self.batch_sizes, self.precisions
         cell = grid.next_cell(cells, *wanted, self.subject.described.processes, strategy)
         knee = grid.knee(cells)
         if knee is None:
             return cell
-        if now > self.until:
+        if seconds > self.most_seconds:
             return None
         return cell or speed_knobs.replay(self.knobs, self.subject, knee, measured)[0]
 
@@ -116,9 +116,9 @@ def _measure_all(request: ProbeRequest, world: World) -> None:
     # As a training does before it loads its data.
     rng.seed_all(experiment.train.seed)
     # Loaded once: that may take longer than a cell.
-    measured, data = list(request.known), sets.load(experiment)
+    measured, data, began = list(request.known), sets.load(experiment), time.monotonic()
     # Every rank computes the same next cell from the same measurements.
-    while cell := request.next_cell(measured, *world.highest(time.time())):
+    while cell := request.next_cell(measured, *world.highest(time.monotonic() - began)):
         if world.ranks.first:
             request.append({"begun": dataclasses.asdict(cell)})
         # The first cell's speed shows how long a run takes.

@@ -73,7 +73,7 @@ class LocalHost:
         del folder, prefix  # The ranks use the same disk.
         if not self._process.is_alive():
             self._start()
-        self.was_lost = False
+        self.was_lost, self._launches = False, True
         # A host that has died meanwhile reads nothing. `has_ended` reports the loss.
         with contextlib.suppress(OSError):
             self._pipe.send((_launch, entry, topology, request, logs))
@@ -106,8 +106,10 @@ class LocalHost:
     def close(self) -> None:
         """End the host, and the trial that it runs."""
         self._pipe.close()
-        # A probe's ranks ignore SIGTERM. Without a host, nobody would end them.
-        self.signal(signal.SIGQUIT)
+        # A probe's ranks ignore SIGTERM. Without a host, nobody would end them. One that launched
+        # nothing may still be starting, and would leave a core file.
+        if self._launches:
+            self.signal(signal.SIGQUIT)
         self._process.join(1.0)
         if self._process.is_alive():
             self._process.kill()
@@ -120,6 +122,7 @@ class LocalHost:
         given = (theirs, self._libraries, self._share, self._alone)
         self._process = context.Process(target=_main, args=given, name="rankzero-host")
         self._process.start()
+        self._launches = False
         # Else the pipe would stay open when the host dies, and `recv` would wait without end.
         theirs.close()
 

@@ -180,7 +180,8 @@ def candidates_of(
     # Without challengers there was nothing to confirm, so the reference's trial is its only run.
     facts, value = reference.facts, reference.value if reference.feasible else None
     speed = facts.get("samples_per_second")
-    alone = ConfirmationRun(reference.number, 0, value, facts.get("best"), speed)
+    diverged = bool(facts.get("diverged"))
+    alone = ConfirmationRun(reference.number, 0, value, facts.get("best"), speed, diverged=diverged)
     confirmed.setdefault(reference.number, [alone])
     own, *challengers = (
         _candidate(space, trial, runs)
