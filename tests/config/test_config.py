@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import fractions
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy
@@ -248,3 +249,34 @@ def test_yaml_executes_no_code() -> None:
 def test_yaml_replaces_the_values_of_some_keys() -> None:
     text = to_yaml(Outer(), instead={"inner.rate": "hidden"})
     assert read_yaml(text) == {**read_yaml(to_yaml(Outer())), "inner.rate": "hidden"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Net:
+    width: int = 32
+    hidden: int = 0
+    twice: int = 0
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hidden", self.hidden or 4 * self.width)
+        object.__setattr__(self, "twice", 2 * self.width)
+        object.__setattr__(self, "folder", self.folder or Path.cwd().name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    net: Net = Net(width=64)
+    depth: int = 1
+
+
+def test_a_change_is_refused_that_a_computed_field_would_not_follow() -> None:
+    for config, prefix in ((Net(), ""), (Net(8), ""), (Model(), "net.")):
+        kept = rendered(config)[f"{prefix}hidden"]
+        text = f"^{prefix}hidden follows from {prefix}width in .*, and would keep {kept}:"
+        with pytest.raises(ConfigError, match=text):
+            override(config, {f"{prefix}width": 16})
+    assert override(Net(), {"width": "16", "hidden": 3, "folder": "x"}).twice == 32
+    older = from_yaml(Net, "width: 64")  # of a version that did not refuse it
+    assert older.hidden == 128
+    assert override(Model(net=older), {"depth": 2, "net.folder": "x"}).net.hidden == 128

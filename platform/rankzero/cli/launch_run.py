@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rankzero import config, ranks
+from rankzero import ranks
 from rankzero.catalog import command_lines, lookup
 from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.data_wait import DataWait
@@ -149,8 +149,8 @@ def _with_half_the_micro_batch(plan: LaunchPlan) -> tuple[int, Experiment] | Non
         return None
     # An evaluation may be what needs the memory.
     smaller = train.eval_batch and max(1, train.eval_batch // 2)
-    changes = {"train.micro_batch": size // 2, "train.eval_batch": smaller}
-    return size, config.override(plan.experiment, changes)
+    train = dataclasses.replace(train, micro_batch=size // 2, eval_batch=smaller)
+    return size, dataclasses.replace(plan.experiment, train=train)
 
 
 def _report_without_attempt(

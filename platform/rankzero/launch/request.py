@@ -201,14 +201,19 @@ def refuse_new(experiment: type[Experiment]) -> None:
     """
     if found := ignored_hooks(experiment):
         raise UserError(found)
-    default = experiment()
-    for field in dataclasses.fields(default):
-        value = getattr(default, field.name)
-        if not field.init or (field.default is None and value is not None):
+    _refuse_unset(experiment())
+
+
+def _refuse_unset(group: Any) -> None:
+    """Raise UserError for a field that the ranks could not read from the settings."""
+    for field in dataclasses.fields(group):
+        if not field.init:
             raise UserError(
-                f"{field.name}: __post_init__ sets it to {value!r}, and it would keep that when "
-                "other settings change: make it a functools.cached_property, or write a default"
+                f"{field.name} is a field with init=False, which no setting can be: make it a "
+                "functools.cached_property"
             )
+        if dataclasses.is_dataclass(value := getattr(group, field.name)):
+            _refuse_unset(value)
 
 
 def keep_for_helper(folder: RunFolder, experiment: Experiment, processes: int) -> None:

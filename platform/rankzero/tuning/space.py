@@ -77,9 +77,9 @@ class Space:
     def __str__(self) -> str:
         batch = "-".join(map(str, sorted({self.batch_sizes[0], self.batch_sizes[-1]})))
         parts = [f"batch {batch}", "/".join(self.precisions)]
-        if len(set(_ends(self.factors))) > 1:
+        if len(set(ends(self.factors))) > 1:
             sign = "/" if isinstance(self.factors, Choice) else "-"
-            factors = sign.join(f"{factor:g}" for factor in _ends(self.factors))
+            factors = sign.join(f"{factor:g}" for factor in ends(self.factors))
             parts.append(f"lr {factors} x scaled (exponent {self.lr_exponent:g})")
         if len(self.devices) > 1:
             parts.append(f"{'/'.join(map(str, self.devices))} devices")
@@ -123,7 +123,7 @@ class Space:
             found[BATCH_INDEX] = Integer(0, len(self.batch_sizes) - 1)
         if len(self.precisions) > 1:
             found[PRECISION] = Choice(*self.precisions)
-        if len(set(_ends(self.factors))) > 1:
+        if len(set(ends(self.factors))) > 1:
             found[FACTOR] = self.factors
         if len(self.devices) > 1:
             found[DEVICES] = Choice(*self.devices)
@@ -414,16 +414,16 @@ def _check_range(reference: Experiment, key: str, range_: Range) -> None:
 def _check_values(reference: Experiment, key: str, range_: Range) -> None:
     """Raise ConfigError if the setting cannot have the values of its range."""
     # Overriding checks the key, the type, and the setting's own limits.
-    for value in _ends(range_):
+    for value in ends(range_):
         override(reference, {key: value})
     # The ends may be integers by chance. The batch size and numbers of steps are rounded.
     if isinstance(range_, Uniform | LogUniform) and key not in _ROUNDED:
         try:
             override(reference, {key: math.nextafter(range_.low, range_.high)})
         except ConfigError as error:
-            name, ends = type(range_).__name__, f"{range_.low}, {range_.high}"
+            name, both = type(range_).__name__, f"{range_.low}, {range_.high}"
             raise ConfigError(
-                f"search[{key!r}]: {name} draws real numbers, and {error}: use Integer({ends})"
+                f"search[{key!r}]: {name} draws real numbers, and {error}: use Integer({both})"
             ) from error
 
 
@@ -432,29 +432,29 @@ def _check_own(key: str, own: Any, range_: Range) -> None:
 
     One that is only above or below a range of numbers is fine: the reference has it nevertheless.
     """
-    ends = [values.render(end) for end in _ends(range_)]
+    texts = [values.render(end) for end in ends(range_)]
     name, problem, instead = type(range_).__name__, "", f"use Choice({own!r}, …)"
     match range_:
         case Choice(options):
             if own not in options:
-                problem = f"is not one of the choices {', '.join(ends)}"
+                problem = f"is not one of the choices {', '.join(texts)}"
                 instead = "add it to Choice"
         case _ if not isinstance(own, int | float) or not math.isfinite(own):
             problem = f"is no finite number, and {name} draws numbers"
         case Integer() if own != int(own):
             problem = "is no integer, and Integer draws integers"
         case LogUniform() if own <= 0:
-            problem, instead = "has no logarithm", f"use Uniform(0, {ends[-1]})"
+            problem, instead = "has no logarithm", f"use Uniform(0, {texts[-1]})"
         case _ if range_.low == range_.high != own:
-            problem = f"is not {ends[0]}, which is all that {name}({', '.join(ends)}) has"
+            problem = f"is not {texts[0]}, which is all that {name}({', '.join(texts)}) has"
     if problem:
         raise UserError(
             f"search[{key!r}]: your own value {values.render(own)} {problem}: {instead}, or give "
-            f"{key}={ends[0]}"
+            f"{key}={texts[0]}"
         )
 
 
-def _ends(range_: Range) -> Sequence[Any]:
+def ends(range_: Range) -> Sequence[Any]:
     """Return a range's bounds, or all options of a choice."""
     return range_.options if isinstance(range_, Choice) else (range_.low, range_.high)
 
@@ -479,7 +479,7 @@ def _lr_factors(own: float, chosen: Range | None) -> LogUniform | Choice:
         )
     if chosen is None:
         return _FACTORS if own > 0 else LogUniform(1.0, 1.0)
-    low, high = min(_ends(chosen)) / own, max(_ends(chosen)) / own
+    low, high = min(ends(chosen)) / own, max(ends(chosen)) / own
     if isinstance(chosen, Choice):
         if low <= 0:
             raise ConfigError("search['lr']: every option of Choice must be above 0")

@@ -93,6 +93,23 @@ def test_error_of_a_class_of_the_users_file_is_sent_as_one_that_all_processes_kn
     assert type(answer) is UserError and str(answer) == "download the weights first"
 
 
+def test_a_search_over_what_a_computed_field_follows_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "follows.py"
+    file.write_text(
+        "from rankzero import Choice, Experiment\n"
+        "class Mine(Experiment):\n"
+        "    width: int = 8\n"
+        "    hidden: int | None = None\n"
+        "    search = {'width': Choice(8, 16)}\n"
+        "    def __post_init__(self):\n"
+        "        object.__setattr__(self, 'hidden', self.hidden or 4 * self.width)\n"
+    )
+    with pytest.raises(ConfigError, match="hidden follows from width"):
+        describe._described(Question(str(file), {}, 1, searches=True))
+    with pytest.raises(NotImplementedError, match=r"model\(self\)"):
+        describe._described(Question(str(file), {}, 1))
+
+
 def test_the_processor_is_named_where_it_trains() -> None:
     import torch
 

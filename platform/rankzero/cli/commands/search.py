@@ -252,7 +252,8 @@ def described_space(
         arguments.knobs = knobs.parse(",".join(arguments.knobs))
     # A host of a cluster has its machine's GPUs, or its part of them, for itself.
     sharing = 1 if _is_elsewhere(arguments) else arguments.parallel
-    found = host.describe(Question(arguments.experiment, settings, own, sharing, more))
+    asked = Question(arguments.experiment, settings, own, sharing, more, searches=True)
+    found = host.describe(asked)
     reference = describe.mirrored(found)
     all_counts = [count * found.machines for count in more]
     space = make_space(

@@ -91,7 +91,8 @@ def _profile(request: ProfileRequest, world: Any) -> Profile:
 
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), request.config)
     # Neither evaluations nor checkpoints: steps are taken directly.
-    job, state = build(config.override(experiment, {"train.steps": _ENDLESS}), world)
+    train = dataclasses.replace(experiment.train, steps=_ENDLESS)
+    job, state = build(dataclasses.replace(experiment, train=train), world)
     # The mark takes the place of the timer, which times some forwards.
     marked = ForwardTimer(world.device, record_function(FORWARD)(job.forward_timer.measure))
     job = dataclasses.replace(job, forward_timer=marked)

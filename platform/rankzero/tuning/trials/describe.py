@@ -27,6 +27,7 @@ from rankzero.experiment import Experiment, Train
 from rankzero.launch.request import refuse_new, with_changes
 from rankzero.search_ranges import Range
 from rankzero.telemetry.host import core_count
+from rankzero.tuning.space import BATCH, LR, ends
 
 _END_SECONDS = 10.0  # for the process that reads the file, after its answer
 _ENDLESS = 1 << 31  # samples of a stream of unknown length
@@ -47,6 +48,8 @@ class Question:
     """Other numbers of processes that trials may have."""
     machines: int = 1
     """Those of a trial."""
+    searches: bool = False
+    """Whether trials will have other values of what the experiment's `search` names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +175,8 @@ def _described(asked: Question) -> ExperimentDescription:
 
     experiment = with_changes(experiment_file.load(asked.reference)(), asked.settings)
     refuse_new(type(experiment))
+    if asked.searches:
+        _refuse_stale(experiment)
     strategy, gpus = experiment.train.strategy, torch.cuda.device_count()
     processes = asked.processes
     if processes is None:
@@ -209,6 +214,15 @@ def _described(asked: Question) -> ExperimentDescription:
         processor="" if torch.cuda.is_available() else [*processors, platform.machine()][0],
         code=code,
     )
+
+
+def _refuse_stale(experiment: Experiment) -> None:
+    """Raise ConfigError if a field would not follow a setting that the search varies."""
+    doubled = [(BATCH, 2 * experiment.train.batch_size), (LR, 2 * experiment.lr)]
+    ranges = type(experiment).search.items()
+    for key, value in (*doubled, *((key, end) for key, one in ranges for end in ends(one))):
+        if found := config.stale(experiment, {key: value}):
+            raise config.ConfigError(found)
 
 
 def _digest_of_code(folder: Path) -> str:
