@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import sys
 from pathlib import Path
 
@@ -159,8 +160,12 @@ def test_experiment_of_an_edited_file_is_refused(
     file.write_text(text)  # as a notebook's cell does that runs again
     run.experiment()
     file.write_text(f"{text}# edited\n")
-    with pytest.raises(rankzero.UserError, match=r"\.py was edited since .* restart"):
-        run.experiment()
+    os.utime(file, (T0 + 1,) * 2)  # after the run's start: the class in memory is the trained one
+    run.experiment()
+    for seconds in (-1, 1):  # the first edit counts
+        os.utime(file, (T0 + seconds,) * 2)
+        with pytest.raises(rankzero.UserError, match=r"\.py was edited between .* restart"):
+            run.experiment()
 
 
 def test_run_returns_its_best_model(tmp_path: Path) -> None:

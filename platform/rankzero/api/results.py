@@ -168,9 +168,10 @@ class Run:
         return metric_table.system(self._folder)
 
     def experiment(self) -> Experiment:
-        """Return the experiment with the run's settings, from its file as the file is now.
+        """Return the experiment with the run's settings, from its file.
 
-        Raises UserError if the file was edited since this program imported it.
+        If this program has imported the file, its class is as at that time. Raises UserError if the
+        file was edited after that and before the run's start.
         """
         # Imported here, because it imports PyTorch. The tables above need none.
         from rankzero.training.checkpoints.best_model import experiment_of

@@ -31,6 +31,7 @@ from rankzero.permanent_errors import lacks_memory_or_space, refusal
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import checkpoint_files, lock_files
 from rankzero.run_store.folder import RunFolder, write_atomically
+from rankzero.run_store.journal import newest_start
 from rankzero.run_store.location import may_be_foreign
 from rankzero.tracking import delivery_status, open_run
 from rankzero.training import rng
@@ -143,9 +144,12 @@ def experiment_of(folder: RunFolder) -> Experiment:
     if may_be_foreign(reference, folder.root):
         raise UserError(f"{reference} lies among the runs: what came with a run is not executed")
     cls = experiment_file.load(reference)
-    if is_outdated(cls):
+    started = newest_start(folder.events)
+    # Without an edit before the run's start, the class in memory is the code that was trained.
+    if is_outdated(cls, started.time if started else math.inf):
         raise UserError(
-            f"{reference} was edited since this program imported it: restart the program or kernel"
+            f"{reference} was edited between its import by this program and the run's start: "
+            f"restart the program or kernel, or importlib.reload(sys.modules[{cls.__module__!r}])"
         )
     return with_saved(cls(), folder)
 
