@@ -285,6 +285,17 @@ def test_killed_command_is_named_and_not_its_notes(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == "note: mlruns was moved\n"
 
 
+@pytest.mark.parametrize("typed", [True, False])
+def test_command_of_a_typed_program_is_no_task_of_slurm(
+    typed: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setattr("rankzero.launch.machines.is_typed", lambda: typed)
+    monkeypatch.setattr(commands, "_COMMAND", [sys.executable, "-c"])
+    commands._call(["import os; print('SLURM_STEP_ID' in os.environ)"], showing=True)
+    assert capfd.readouterr().out == f"{not typed}\n"
+
+
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The words of the command that the test's call would have run."""
@@ -408,7 +419,9 @@ def test_several_machines_need_a_name(
         rankzero.train(Tiny(), dir=tmp_path, **options)
     assert not called
     assert rankzero.train(Tiny(), dir=tmp_path, run_name="named", **options) == "named"
-    rankzero.train(Tiny(), dir=tmp_path, nnodes=1)
+    for count in (1, "1:1"):
+        rankzero.train(Tiny(), dir=tmp_path, nnodes=count)
+    rankzero.repeat(Tiny(), dir=tmp_path)
 
 
 def test_import_of_the_api_imports_nothing_heavy(tmp_path: Path) -> None:

@@ -218,10 +218,10 @@ def _run(verb: str, experiment: Experiment, run_name: str | None, **options: Any
 def _drawn_name(verb: str, runs: Path, options: Mapping[str, Any]) -> str:
     """Return a new name for a run. Raises UserError where other machines would draw another."""
     count = options.get("nnodes") or os.environ.get(f"{machines.OF_TORCHRUN}NNODES")
-    # With these, the command starts the other machines itself.
-    if not (options.get("slurm") or options.get("ray")):
+    # A repeat has one machine. With these, the command starts the other machines itself.
+    if verb == "train" and not (options.get("slurm") or options.get("ray")):
         step = None if count else machines.of_slurm(os.environ, typed=machines.is_typed())
-        if step or str(count or 1) != "1":
+        if step or str(count or 1) not in ("1", "1:1"):
             raise UserError(
                 "several machines need one name for the run: give run_name='NAME' on each"
             )
@@ -330,6 +330,8 @@ def _call(words: Sequence[str], *, showing: bool, stopped_fails: bool = False) -
     reach it, too, and this program once the command has ended. Raises RunFailed and UserError as
     the command fails.
     """
+    # The command has a session of its own, so it cannot see that the user typed in a Slurm step.
+    hidden = {"SLURM_STEP_ID"} if machines.is_typed() else set[str]()
     # A file and not a pipe: nobody reads a pipe while the output is printed.
     with tempfile.TemporaryFile("w+", errors="backslashreplace") as errors:
         process = subprocess.Popen(
@@ -338,6 +340,7 @@ def _call(words: Sequence[str], *, showing: bool, stopped_fails: bool = False) -
             errors="backslashreplace",
             stdout=None if showing else subprocess.PIPE,
             stderr=errors,
+            env={name: value for name, value in os.environ.items() if name not in hidden},
             start_new_session=True,  # so that the terminal's Ctrl-C reaches it through us only
         )
         interrupted = False
