@@ -114,6 +114,7 @@ def test_a_hook_that_nothing_calls_refuses_new_runs_and_no_old_one(rankzero: Com
     assert code == 2 and "error: Net defines training_epoch_end, which" in output, output
     code, output = rankzero("resume", "old", "--offline", "train.steps=6")
     assert code == 0 and "note: Net defines training_epoch_end, which" in output, output
+    assert "for new runs only" in output, output
     rankzero.succeed(*own, "--name", "old", "--resume-if-there", "train.steps=8")
     (folder,) = rankzero.runs
     assert max(losses(folder)) == 8

@@ -234,7 +234,7 @@ def _may_begin_again(folder: RunFolder) -> bool:
 def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
     cls = class_of(folder, arguments.dir, arguments.experiment)
     if ignored := ignored_hooks(cls):
-        print(f"note: {ignored}")
+        print(f"note: {ignored}. Do so for new runs only: this one continues as it began")
     changes = config.parse_assignments(arguments.settings)
     saved = with_saved(cls(), folder, changes)
     changed = with_changes(saved, changes)
