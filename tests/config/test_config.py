@@ -178,6 +178,18 @@ def test_numbers_of_numpy_and_enums_are_plain_values_in_yaml() -> None:
             override(Outer(), {"width": value})
 
 
+def test_yaml_takes_the_config_of_an_own_loop() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Own:
+        layers: list[int] = dataclasses.field(default_factory=lambda: [1, 2])
+        lr: float = 1.0
+
+        def __post_init__(self) -> None:
+            object.__setattr__(self, "lr", self.lr * 2)
+
+    assert read_yaml(to_yaml(Own())) == {"layers": [1, 2], "lr": 2.0}
+
+
 def test_value_of_the_file_is_read_as_its_type_and_else_left_alone() -> None:
     wrong: dict[str, Any] = {"width": "7", "inner": Inner(rate=1), "sizes": [1]}
     after = checked(Outer(**wrong))

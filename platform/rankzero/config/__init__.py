@@ -110,9 +110,12 @@ def rendered(config: object) -> dict[str, str]:
 def to_yaml(config: object, instead: Mapping[str, str] | None = None) -> str:
     """Return `config` as YAML, nested by group. `instead` replaces the values of its keys."""
     nested: dict[str, Any] = {}
-    for leaf in leaves(checked(config)):
+    for leaf in leaves(config):
         *groups, name = leaf.key.split(".")
         value = (instead or {}).get(leaf.key, leaf.value)
+        # The config of an own loop may have values that no setting has, such as a list.
+        if not _is_plain(value) and is_setting_type(leaf.annotation):
+            value = _read(leaf.key, value, leaf.annotation)
         place = functools.reduce(lambda outer, group: outer.setdefault(group, {}), groups, nested)
         # YAML has no tuples.
         place[name] = list(value) if isinstance(value, tuple) else value
@@ -249,12 +252,7 @@ def _override(
             continue
         if key not in changes and not every:
             continue
-        kind, wanted = hints[field.name], changes.get(key, value)
-        try:
-            made = coerce(wanted, kind)
-        except ValueError as error:
-            expected = f"expected {describe_type(kind)}, got {_shown(wanted)}"
-            raise ConfigError(f"{key}: {expected}") from error
+        made = _read(key, changes.get(key, value), hints[field.name])
         # An integer that the class gives a float stays one: older studies have its text.
         if key in changes or made != value or not _is_plain(value):
             new[field.name] = made
@@ -264,6 +262,15 @@ def _override(
         raise
     except ValueError as error:
         raise ConfigError(f"{prefix}{error}") from error
+
+
+def _read(key: str, value: Any, kind: Any) -> Any:
+    """Return a setting's value, which may be text, as its type. Raises ConfigError."""
+    try:
+        return coerce(value, kind)
+    except ValueError as error:
+        expected = f"expected {describe_type(kind)}, got {_shown(value)}"
+        raise ConfigError(f"{key}: {expected}") from error
 
 
 def _is_plain(value: object) -> bool:
