@@ -34,6 +34,7 @@ class RankZeroCallback(TrainerCallback):
     def __init__(self, experiment: str = "transformers", **options: Any) -> None:
         self._experiment, self._options, self._trials = experiment, options, 0
         self._searches = False
+        self._taken: Path | None = None  # the folder of a trial that may not begin
         self._run = DeferredRun(experiment, **options)
         self._evaluated: set[str] = set()
         """The metrics of an evaluation in the newest log. `on_evaluate` gets them again."""
@@ -52,7 +53,14 @@ class RankZeroCallback(TrainerCallback):
         error = RuntimeError(
             "Trainer.train() did not reach its end, and the script caught the exception"
         )
-        self._run.begin_training(state.global_step, state).unless_ended = error
+        try:
+            self._run.begin_training(state.global_step, state).unless_ended = error
+        except BaseException:
+            # The number of a run that did not begin is free again: its folder is empty.
+            if self._taken is not None:
+                with contextlib.suppress(OSError):
+                    self._taken.rmdir()
+            raise
         states[_STATE] = {"args": {}, "attributes": {"ahead": self._run.ahead}}
 
     def _next_run(self, state: TrainerState) -> None:
@@ -75,7 +83,8 @@ class RankZeroCallback(TrainerCallback):
             taken = checked_run(f"{name}-{self._trials}")
             # A search of another process may continue, or choose at the same moment.
             with contextlib.suppress(FileExistsError):
-                (root / "runs" / taken).mkdir()
+                (folder := root / "runs" / taken).mkdir()
+                self._taken = folder
                 return taken
             self._trials += 1
 
