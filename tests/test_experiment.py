@@ -80,8 +80,10 @@ def test_mixin_in_front_of_its_base_gives_values() -> None:
 
 
 def test_two_fields_with_one_key_are_refused() -> None:
-    with pytest.raises(TypeError, match="two settings with the key lr: rename one"):
-        type("Twice", (Experiment,), {"__annotations__": {"lr_": float}, "lr_": 7.0})
+    for names, key in ((("lr_",), "lr"), (("x_", "x__"), "x")):
+        fields = {"__annotations__": dict.fromkeys(names, float), **dict.fromkeys(names, 7.0)}
+        with pytest.raises(TypeError, match=f"two settings with the key {key}: rename one"):
+            type("Twice", (Experiment,), fields)
 
 
 def test_an_inherited_field_may_have_a_type_that_its_module_lacks(

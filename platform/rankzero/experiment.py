@@ -549,10 +549,9 @@ def _check_names(cls: type[Experiment]) -> None:
     """Raise TypeError if a setting, or a method of other parameters, has an Experiment's name."""
     own = {field.name for field in dataclasses.fields(Experiment)}
     settings = {field.name for field in dataclasses.fields(cls)} - own
-    if doubled := {name for name in settings if name.rstrip("_") in {*own, *settings} - {name}}:
-        raise TypeError(
-            f"{cls.__name__} has two settings with the key {min(doubled).rstrip('_')}: rename one"
-        )
+    keys = [name.rstrip("_") for name in (*own, *settings)]
+    if doubled := {key for key in keys if keys.count(key) > 1}:
+        raise TypeError(f"{cls.__name__} has two settings with the key {min(doubled)}: rename one")
     for name, method in vars(Experiment).items():
         if name.startswith("_") or name in own:
             continue

@@ -167,6 +167,10 @@ def test_numbers_of_numpy_and_enums_are_plain_values_in_yaml() -> None:
     class Name(str, enum.Enum):  # noqa: UP042 (whose text is another than that of a StrEnum)
         A = "a"
 
+    class Number(int, enum.Enum):
+        A = 7
+
+    assert render(Number.A) == "7"
     odd: dict[str, Any] = {"width": numpy.int64(7), "name": Name.A, "sizes": (numpy.int64(3),)}
     given = Outer(inner=Inner(rate=numpy.float64(0.1)), **odd)
     assert rendered(given)["name"] == "a"

@@ -25,6 +25,8 @@ def render(value: object) -> str:
             return str(value).lower()
         case str():
             return str.__str__(value)  # an enum's own is its name
+        case int():
+            return int.__repr__(value)
         case tuple():
             return json.dumps(value, ensure_ascii=False, default=str)
         case _:
