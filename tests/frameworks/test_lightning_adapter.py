@@ -136,10 +136,12 @@ def test_lightnings_command_line_trains_with_logger_and_callback(tmp_path: Path)
     needs("jsonargparse")
     (tmp_path / "script.py").write_text(CLI)
     (tmp_path / "given.yaml").write_text(CONFIG)
+    folder = tmp_path / "mlruns/runs/r1"
     for more in ([], ["--trainer.max_epochs=2", "--ckpt_path=last"]):
         code, output = run("script.py", tmp_path, "fit", "--config", "given.yaml", *more)
         assert code == 0, output
-    folder = tmp_path / "mlruns/runs/r1"
+        (folder / "lightning/config_2.yaml").touch()  # its predecessor was deleted
+    assert not (folder / "lightning/config_2.yaml").read_bytes()
     for file, epochs in (("config_1.yaml", 1), ("config.yaml", 2)):
         assert f"max_epochs: {epochs}" in (folder / "lightning" / file).read_text()
     events = list(read_all(folder / "events.jsonl"))

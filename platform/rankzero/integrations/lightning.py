@@ -10,6 +10,7 @@ checkpoints, and how the training ended.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Mapping
 from functools import reduce
@@ -102,7 +103,8 @@ class RankZeroLogger(Logger):
         folder, was_asked, self._has_folder = run / "lightning", self._has_folder, True
         # LightningCLI refuses to replace the settings of the call that this one continues.
         if not was_asked and (former := folder / "config.yaml").exists():
-            former.rename(folder / f"config_{len([*folder.glob('config*.yaml')])}.yaml")
+            names = (folder / f"config_{number}.yaml" for number in itertools.count(1))
+            former.rename(next(name for name in names if not name.exists()))
         return str(folder)
 
     @rank_zero_only
