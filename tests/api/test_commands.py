@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import re
@@ -370,9 +371,12 @@ class Chooses(rankzero.Experiment):
 
 
 def test_group_of_another_class_is_refused(called: list[str], tmp_path: Path) -> None:
-    with pytest.raises(rankzero.UserError, match=r"^opt is SGD\(…\), but .* with Adam\(…\)"):
+    with pytest.raises(rankzero.UserError, match=r"^opt is SGD\(…\), .* give Adam the values, or"):
         rankzero.train(Chooses(opt=SGD()), dir=tmp_path)
     assert not called
+    former: Any = dataclasses.make_dataclass("Adam", [("gone", int, 1)], frozen=True)()
+    rankzero.train(Chooses(opt=former), dir=tmp_path)  # the command says that it is gone
+    assert "opt.gone=1" in called
     rankzero.train(Chooses(train=Short(epochs=3), opt=Adam(bucket_mb=1)), dir=tmp_path)
     assert {"train.epochs=3", "opt.bucket_mb=1"} < set(called)
 

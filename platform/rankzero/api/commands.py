@@ -286,14 +286,16 @@ def _words(verb: str, experiment: object) -> list[str]:
 def _refuse_other_groups(given: Any, default: Any) -> None:
     """Raise UserError if a group of the user's has another class than its default."""
     for name in (field.name for field in dataclasses.fields(given)):
-        group, usual = getattr(given, name), getattr(default, name)
+        group = getattr(given, name)
+        # An object of a class that was reloaded since may have a field that is gone.
+        usual = getattr(default, name, group)
         if dataclasses.is_dataclass(group) and not isinstance(group, (Train, Goal)):
             kinds = type(group).__qualname__, type(usual).__qualname__
             if kinds[0] != kinds[1]:
                 raise UserError(
                     f"{name} is {kinds[0]}(…), but the command would train with {kinds[1]}(…), its "
-                    "default: add a setting to the class that chooses between them, such as a "
-                    "Literal"
+                    f"default: give {kinds[1]} the values, or add a setting that chooses between "
+                    "the two, such as a Literal"
                 )
             _refuse_other_groups(group, usual)
 
