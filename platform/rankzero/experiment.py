@@ -507,7 +507,7 @@ def _require_groups(owner: Any) -> None:
 def is_outdated(cls: type[Experiment], by: float = math.inf) -> bool:
     """Return whether a file of the class or a base was edited since its import, at `by` or before.
 
-    Of several edits, the first counts that a call has seen.
+    The first edit that a call has seen counts.
     """
     bases = cls.__mro__[: cls.__mro__.index(Experiment)]
     edited = [one for one in bases if issubclass(one, Experiment) and one._source != _source(one)]

@@ -56,8 +56,7 @@ class RankZeroCallback(TrainerCallback):
         try:
             self._run.begin_training(state.global_step, state).unless_ended = error
         except BaseException:
-            # The number of a run that did not begin is free again: its folder is empty.
-            if self._taken is not None:
+            if self._taken is not None:  # If the folder is empty, its number is free again.
                 with contextlib.suppress(OSError):
                     self._taken.rmdir()
             raise
