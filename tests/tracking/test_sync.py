@@ -355,8 +355,8 @@ def test_a_refused_artifact_does_not_declare_its_store_away_and_keeps_no_other_r
     monkeypatch.setattr(sync, "Deliverer", connected)
     monkeypatch.setattr(sync_command, "GRACE_SECONDS", 0.3)
     away = set[str]()
-    assert sync_command._deliver(first, away, is_named=False) == FAILED and not away
+    assert sync_command.deliver(first, away, is_named=False, seconds=0.3) == FAILED and not away
     # Now it lacks nothing but what is refused.
-    assert sync_command._deliver(first, away, is_named=False) == FAILED and away
-    assert sync_command._deliver(second, away, is_named=False) == FAILED
+    assert sync_command.deliver(first, away, is_named=False, seconds=0.3) == FAILED and away
+    assert sync_command.deliver(second, away, is_named=False, seconds=0.3) == FAILED
     assert all(list(store.checkpoints) == [5] for store in stores.values())

@@ -181,9 +181,9 @@ def test_samples_of_a_deleted_run_do_not_fail_a_sync_of_all(
     later = encode(SystemSampled(T0 + 9, 2, {"system/node_1/cpu": 1.0})) + "\n"
     gone.system(1).write_text(sample + later)
     monkeypatch.setattr(best_model, "log_best", log_best)
-    assert command._deliver(parent, set(), is_named=False) == 0 and logged == [kept]
+    assert command.deliver(parent, set(), is_named=False, seconds=0.3) == 0 and logged == [kept]
     assert "was deleted" in capsys.readouterr().out
-    assert command._deliver(parent, set(), is_named=True) == FAILED
+    assert command.deliver(parent, set(), is_named=True, seconds=0.3) == FAILED
 
 
 LOGS, LOGS_NONE = "train: {mlflow: {log_model: true}}", "train: {mlflow: {log_model: false}}"

@@ -39,7 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not incomplete:
         print(f"nothing {'else ' if broken else ''}to deliver: everything is in MLflow")
     away = set[str]()
-    codes = [deliver(folder, away, is_named=bool(arguments.run)) for folder in incomplete]
+    is_named = bool(arguments.run)
+    codes = [deliver(one, away, is_named=is_named, seconds=GRACE_SECONDS) for one in incomplete]
     return max([FAILED if broken else FINISHED, *codes])
 
 
@@ -50,9 +51,7 @@ def _lacks(run: Summary) -> bool:
     return late or state.queue.page_update_waits
 
 
-def deliver(
-    folder: RunFolder, away: set[str], *, is_named: bool, seconds: float = GRACE_SECONDS
-) -> int:
+def deliver(folder: RunFolder, away: set[str], *, is_named: bool, seconds: float) -> int:
     """Deliver a run and print how it stands; return the exit code.
 
     It gives up `seconds` after the last progress. A server that is `away` gets one try.
