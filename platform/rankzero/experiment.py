@@ -285,8 +285,6 @@ class Experiment:
     search: ClassVar[Mapping[str, Range]] = {}
     _source: ClassVar[int | None] = None
     """A hash of the class's file, as it was imported."""
-    _edited: ClassVar[float] = math.inf
-    """When the file was edited after that, as far as `is_outdated` has seen it."""
     lockstep: ClassVar[bool] = False
     """Whether all ranks evaluate equally many batches of equal size, for a `measure` that talks to
     other ranks. Fewer samples than there are ranks may be left out."""
@@ -504,18 +502,10 @@ def _require_groups(owner: Any) -> None:
             raise ConfigError(f"{name}: must be a {kind.__name__} such as {such_as}, got {value!r}")
 
 
-def is_outdated(cls: type[Experiment], by: float = math.inf) -> bool:
-    """Return whether a file of the class or a base was edited since its import, at `by` or before.
-
-    The first edit that a call has seen counts.
-    """
+def is_outdated(cls: type[Experiment]) -> bool:
+    """Return whether a file of the class or of a base was edited since this program imported it."""
     bases = cls.__mro__[: cls.__mro__.index(Experiment)]
-    edited = [one for one in bases if issubclass(one, Experiment) and one._source != _source(one)]
-    for base in edited:
-        with contextlib.suppress(OSError):
-            time = Path(inspect.getfile(base)).stat().st_mtime
-            base._edited = min(vars(base).get("_edited", math.inf), time)
-    return any(base._edited <= by for base in edited)
+    return any(issubclass(one, Experiment) and one._source != _source(one) for one in bases)
 
 
 def _source(cls: type) -> int | None:

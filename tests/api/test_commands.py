@@ -306,7 +306,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         words.extend(new)
 
     monkeypatch.setattr(commands, "_call", call)
-    monkeypatch.setattr("rankzero.api.results.Run", lambda folder: folder.path.name)
+    monkeypatch.setattr("rankzero.api.results.Run", lambda folder, **_: folder.path.name)
     monkeypatch.syspath_prepend(TINY.parent)
     return words
 
@@ -381,13 +381,33 @@ def test_group_of_another_class_is_refused(called: list[str], tmp_path: Path) ->
     assert {"train.epochs=3", "opt.bucket_mb=1"} < set(called)
 
 
+class Computes(rankzero.Experiment):
+    width: int = 8
+    hidden: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "hidden", self.hidden or 4 * self.width)
+
+
+def test_a_computed_setting_is_passed_if_the_command_would_refuse_its_usual_value(
+    called: list[str], tmp_path: Path
+) -> None:
+    usual = Computes().hidden
+    rankzero.train(Computes(width=64), dir=tmp_path)
+    assert {"width=64", "hidden=256"} < set(called)
+    called.clear()
+    rankzero.train(Computes(width=64, hidden=usual), dir=tmp_path)
+    assert {"width=64", f"hidden={usual}"} < set(called)
+
+
 @pytest.mark.parametrize("stdout", [None, object()])
 def test_replaced_output_is_no_terminal(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stdout: object
 ) -> None:
     shown: list[bool] = []
     monkeypatch.setattr(commands, "_call", lambda words, *, showing: shown.append(showing))
-    monkeypatch.setattr("rankzero.api.results.Run", lambda folder: folder.path.name)
+    monkeypatch.setattr("rankzero.api.results.Run", lambda folder, **_: folder.path.name)
     monkeypatch.syspath_prepend(TINY.parent)
     from tiny import Tiny
 

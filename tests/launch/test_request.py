@@ -32,8 +32,8 @@ def test_field_that_no_setting_can_be_is_refused_in_new_runs() -> None:
 
     for cls in (Never, Within):
         with pytest.raises(UserError, match=r"^hidden is a field with init=False"):
-            refuse_new(cls)
-    refuse_new(Experiment)
+            refuse_new(cls, {})
+    refuse_new(Experiment, {})
 
 
 def test_machines_that_share_a_folder_may_delete_old_failures_at_the_same_time(

@@ -116,13 +116,13 @@ def test_a_hook_in_a_file_named_like_a_framework_is_refused(file: str) -> None:
 
     names = {"__module__": file, "on_train_epoch_end": on_train_epoch_end}
     with pytest.raises(UserError, match="Mine defines on_train_epoch_end"):
-        refuse_new(adopt(type("Mine", (Module,), names), [], {"data": tiny().data}))
+        refuse_new(adopt(type("Mine", (Module,), names), [], {"data": tiny().data}), {})
 
 
 @pytest.mark.parametrize("file", ["torch.nn.modules", "lightning.pytorch.core", "lightning_fabric"])
 def test_a_hook_of_a_frameworks_own_class_is_not_refused(file: str) -> None:
     base = type("Base", (Module,), {"__module__": file, "on_train_epoch_end": lambda _: None})
-    refuse_new(adopt(type("Mine", (base,), {}), [], {"data": tiny().data}))
+    refuse_new(adopt(type("Mine", (base,), {}), [], {"data": tiny().data}), {})
 
 
 class Late(Module):
@@ -161,16 +161,16 @@ def test_the_module_that_is_trained_is_prepared_and_set_up(train: Trainer) -> No
 def test_a_hook_that_would_lose_something_is_refused(hook: str) -> None:
     with pytest.raises(UserError, match=f"Mine defines {hook}, which RankZero's loop does not"):
         refuse_new(
-            adopt(type("Mine", (Module,), {hook: lambda *_: None}), [], {"data": tiny().data})
+            adopt(type("Mine", (Module,), {hook: lambda *_: None}), [], {"data": tiny().data}), {}
         )
 
 
 @pytest.mark.parametrize("hook", ["state_dict", "load_state_dict"])
 def test_a_state_of_the_data_is_refused_and_one_of_the_module_is_not(hook: str) -> None:
     mine = type("Mine", (Module,), {hook: lambda *_: {}})
-    refuse_new(adopt(mine, [], {"data": tiny().data}))
+    refuse_new(adopt(mine, [], {"data": tiny().data}), {})
     with pytest.raises(UserError, match=f"Samples defines {hook}, which RankZero's loop does not"):
-        refuse_new(adopt(mine, [type("Samples", (), {hook: lambda *_: {}})], {}))
+        refuse_new(adopt(mine, [type("Samples", (), {hook: lambda *_: {}})], {}), {})
 
 
 class OwnLoaders(Module):

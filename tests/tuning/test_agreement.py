@@ -51,6 +51,14 @@ def test_a_helper_draws_from_the_space_that_the_leader_narrowed(study: Study) ->
     assert later.batch_sizes == (32, 64), "the first leader's space stays"
 
 
+def test_a_map_that_is_cut_rules_nothing_out_and_keeps_what_fitted(study: Study) -> None:
+    cells = [ProbeResult(64, 64, "fp32", "ok", 64.0), ProbeResult(128, 64, "fp32", "ok", 64.0)]
+    found = agree_on_space(study, SPACE_OF_MINE, cells, SearchOptions(), rules_out=False)
+    assert found.batch_sizes == SPACE_OF_MINE.batch_sizes
+    assert found.precisions == SPACE_OF_MINE.precisions
+    assert found.micro_batches == {"1 x fp32": 64}
+
+
 def test_the_map_rules_out_of_the_users_own_sizes_only_what_does_not_fit(study: Study) -> None:
     class Named(Mine):
         train: Train = Train(batch_size=128)

@@ -193,7 +193,7 @@ class SearchHandle:
 
 def _run(verb: str, experiment: Experiment, run_name: str | None, **options: Any) -> results.Run:
     """Run a command that makes one run; return the run."""
-    words = _words(verb, experiment)
+    words, is_own = _words(verb, experiment), not is_outdated(type(experiment))
     # The name is chosen here, so that the run can be found after the command has ended.
     runs = root_of(options["dir"]) / "runs"
     # `name` is the command's other spelling of the same option.
@@ -212,7 +212,7 @@ def _run(verb: str, experiment: Experiment, run_name: str | None, **options: Any
         shown = sys.stdout is not None and sys.stdout is sys.__stdout__
         _call(words, showing=shown and sys.stdout.isatty())
     # Somebody may have given another run this name in MLflow meanwhile.
-    return results.Run(RunFolder(runs / name))
+    return results.Run(RunFolder(runs / name), is_own=is_own)
 
 
 def _drawn_name(verb: str, runs: Path, options: Mapping[str, Any]) -> str:
@@ -278,9 +278,13 @@ def _words(verb: str, experiment: object) -> list[str]:
     # the file: anyone can read a command line.
     if is_outdated(type(experiment)):
         defaults = {key: defaults[key] for key in blotted(defaults)}
-    settings = config.rendered(experiment).items()
-    changed = [f"{key}={text}" for key, text in settings if text != defaults.get(key)]
-    return [verb, _reference_of(experiment), *changed]
+    settings = config.rendered(experiment)
+    changed = {key: text for key, text in settings.items() if text != defaults.get(key)}
+    # One that `__post_init__` computes may have its usual value nevertheless.
+    while key := config.stale(type(experiment)(), changed):
+        changed[key] = settings[key]
+    assignments = (f"{key}={text}" for key, text in changed.items())
+    return [verb, _reference_of(experiment), *assignments]
 
 
 def _refuse_other_groups(given: Any, default: Any) -> None:

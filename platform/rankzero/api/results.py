@@ -100,7 +100,9 @@ class Checkpoint(NamedTuple):
 class Run:
     """A run as its folder was when this object was made: settings, metrics, the end."""
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder, *, is_own: bool = False) -> None:
+        """`is_own`: this program began it, with the code that it has in memory."""
+        self._is_own = is_own
         # A notebook may change its folder.
         folder = RunFolder(folder.path.absolute())
         self.folder = folder.path
@@ -171,12 +173,12 @@ class Run:
         """Return the experiment with the run's settings, from its file.
 
         If this program has imported the file, its class is as at that time. Raises UserError if the
-        file was edited after that and before the run's start.
+        file was edited since, unless `rankzero.train` returned this run before the edit.
         """
         # Imported here, because it imports PyTorch. The tables above need none.
         from rankzero.training.checkpoints.best_model import experiment_of
 
-        return experiment_of(self._folder)
+        return experiment_of(self._folder, is_own=self._is_own)
 
     def model(self) -> nn.Module:
         """Return the model with the best checkpoint's weights, on the CPU, in evaluation mode.
@@ -185,7 +187,7 @@ class Run:
         """
         from rankzero.training.checkpoints.best_model import load_best
 
-        return load_best(self._folder)
+        return load_best(self._folder, is_own=self._is_own)
 
     def load_checkpoint(self, step: int | None = None) -> dict[str, Any]:
         """Return the state in the best checkpoint, or in that of `step`, on the CPU.

@@ -259,7 +259,7 @@ def check_settings(arguments: argparse.Namespace) -> None:
     experiment = with_changes(experiment_file.load(arguments.experiment)(), changes)
     # A job may continue a run.
     if not (arguments.run_name and lookup.find(arguments.dir / "runs", arguments.run_name)):
-        refuse_new(type(experiment))
+        refuse_new(type(experiment), changes)
 
 
 def check_batch_size(arguments: argparse.Namespace) -> None:

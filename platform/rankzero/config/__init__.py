@@ -71,35 +71,45 @@ def checked(config: Config) -> Config:
 def override(config: Config, changes: Mapping[str, Any]) -> Config:
     """Return a copy of `config` with `changes` ({dotted key: value or its text}) applied.
 
-    Text is read as the field's type. Raises ConfigError for an unknown key, for a value of the
-    wrong type or out of range, and where another field would not follow, as `stale` finds.
+    Text is read as the field's type. Raises ConfigError for an unknown key, and for a value of the
+    wrong type or out of range.
     """
-    made = _changed(config, changes)
-    if found := stale(config, changes):
-        raise ConfigError(found)
-    return made
+    known = flatten(config)
+    for key in changes:
+        if NEW_NAMES.get(key) in known:
+            raise ConfigError(f"{key} is now {NEW_NAMES[key]}: use the new name")
+        group = [name for name in known if name.startswith(key + ".")]
+        if group:
+            raise ConfigError(f"{_shown(key)} is a group: set one of {', '.join(group)}")
+        if key not in known:
+            listed = "`rankzero config EXP` lists the keys"
+            advice = _untyped(config, key) or hint(key, known, listed)
+            raise ConfigError(f"unknown key {_shown(key)}; {advice}")
+    return _override(config, changes, "")
 
 
-def stale(config: object, changes: Mapping[str, Any]) -> str:
-    """Return the error for a field that `__post_init__` computes from `changes`, or "".
-
-    Such a field would keep the value that it has in `config`.
-    """
+def stale(config: object, changes: Mapping[str, Any]) -> str | None:
+    """Return a setting that `__post_init__` computes from `changes`, and that would not follow."""
+    if not changes:
+        return None
     try:
-        made = _changed(config, changes)
+        made = override(config, changes)
         values = flatten(made)
         both = _built_twice(config, {key: values[key] for key in changes})
         kept, old, new = map(rendered, (made, *both))
     except Exception:  # of the user's class, or a wrong value
-        return ""
-    for key, text in kept.items():
-        if key not in changes and old.get(key) != new.get(key) != text:
-            causes = " or ".join(one for one in changes if old.get(one) != new.get(one))
-            return (
-                f"{key} follows from {causes} in __post_init__, and would keep {text}: make it a "
-                "functools.cached_property"
-            )
-    return ""
+        return None
+    follow = (key for key in kept if key not in changes and old.get(key) != new.get(key))
+    return next((key for key in follow if new.get(key) != kept[key]), None)
+
+
+def refuse_stale(config: object, changes: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what `stale` finds."""
+    if key := stale(config, changes):
+        raise ConfigError(
+            f"{key} follows from {' or '.join(changes)} in __post_init__, and would keep "
+            f"{rendered(config)[key]}: make it a functools.cached_property, or add {key}=VALUE"
+        )
 
 
 def rendered(config: object) -> dict[str, str]:
@@ -124,7 +134,7 @@ def to_yaml(config: object, instead: Mapping[str, str] | None = None) -> str:
 
 def from_yaml(cls: type[Config], text: str) -> Config:
     """Read what `to_yaml` wrote. Missing keys keep their defaults."""
-    return _changed(cls(), read_yaml(text))
+    return override(cls(), read_yaml(text))
 
 
 def read_yaml(text: str) -> dict[str, Any]:
@@ -201,21 +211,6 @@ def _untyped(config: object, key: str) -> str | None:
     if key in _type_hints(type(config)) or not isinstance(value, (bool, int, float, str)):
         return None
     return f"write `{key}: {type(value).__name__} = {value!r}` in the class to make it a setting"
-
-
-def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    known = flatten(config)
-    for key in changes:
-        if NEW_NAMES.get(key) in known:
-            raise ConfigError(f"{key} is now {NEW_NAMES[key]}: use the new name")
-        group = [name for name in known if name.startswith(key + ".")]
-        if group:
-            raise ConfigError(f"{_shown(key)} is a group: set one of {', '.join(group)}")
-        if key not in known:
-            listed = "`rankzero config EXP` lists the keys"
-            advice = _untyped(config, key) or hint(key, known, listed)
-            raise ConfigError(f"unknown key {_shown(key)}; {advice}")
-    return _override(config, changes, "")
 
 
 def _built_twice(

@@ -194,14 +194,16 @@ def with_changes(experiment: _Configured, changes: Mapping[str, Any]) -> _Config
     return changed
 
 
-def refuse_new(experiment: type[Experiment]) -> None:
+def refuse_new(experiment: type[Experiment], changes: Mapping[str, Any]) -> None:
     """Raise UserError before a new run of a class that defines something in vain.
 
-    A run that an older version began continues as it did.
+    Raises ConfigError if a setting would not follow `changes`. A run that an older version began
+    continues as it did.
     """
     if found := ignored_hooks(experiment):
         raise UserError(found)
-    _refuse_unset(experiment())
+    _refuse_unset(default := experiment())
+    config.refuse_stale(default, changes)
 
 
 def _refuse_unset(group: Any) -> None:

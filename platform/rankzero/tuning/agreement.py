@@ -60,15 +60,18 @@ def agree_on_space(
     measured: Sequence[ProbeResult],
     options: SearchOptions,
     speed: Mapping[str, Any] | None = None,
+    *,
+    rules_out: bool = True,
 ) -> Space:
     """Return the space that all processes draw from. The first leader stores it, for good.
 
     The probe map rules out batches that do not fit or are no faster, and slow precisions. A
     batch size that the experiment's `search` names stays if it is only no faster. A grid
-    keeps all of its cells. `speed`: the settings that the probe decided on.
+    keeps all of its cells. `speed`: the settings that the probe decided on. `rules_out`: whether
+    the map is whole.
     """
     if SPACE not in study.facts:
-        if measured and options.sampler != "grid":
+        if measured and rules_out and options.sampler != "grid":
             sizes = set(grid.fastest(measured))
             if BATCH in type(space.reference).search:
                 # The map leaves out small sizes, and those above its knee. They may be better.

@@ -185,7 +185,9 @@ def _decide(setup: SearchSetup, study: Study, run: StudyRun) -> SearchOutcome:
     """Search as the leader. Raises LostLead."""
     began, probe = time.monotonic(), _probe(setup, study, run) if setup.probes else Probe()
     measured, speed = probe.cells, speed_knobs.decided(probe.effects)
-    space = agree_on_space(study, setup.space, probe.ruling, setup.options, speed)
+    space = agree_on_space(
+        study, setup.space, measured, setup.options, speed, rules_out=not probe.is_cut
+    )
     setup = dataclasses.replace(setup, space=space)
     # The folder may hold an earlier attempt's identity, which stays.
     own = run.folder.identity

@@ -165,7 +165,7 @@ def test_a_probe_ends_with_its_time_and_a_later_one_measures_the_rest(tmp_path: 
     given = SPACE, DESCRIBED, "", tmp_path, cast("Any", host), lines.append, 0.0
     cut = probe_map.measure(*given, most_seconds=1e-9)
     assert len(cut.cells) == len(host.measured) == 1
-    assert cut.is_cut and cut.ruling == [], "what was not measured is not ruled out"
+    assert cut.is_cut
     assert "a third of --minutes" in lines[-1] and "`rankzero probe`" in lines[-1]
     assert len(measured_with(MeasuringHost(), tmp_path)) > 1
 

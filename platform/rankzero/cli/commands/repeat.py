@@ -120,7 +120,9 @@ def _plan(arguments: argparse.Namespace, experiment: Experiment) -> Plan:
 
 
 def _new_folder(arguments: argparse.Namespace, experiment: Experiment, plan: Plan) -> RunFolder:
-    refuse_new(type(experiment))
+    refuse_new(type(experiment), config.parse_assignments(arguments.settings))
+    for one in plan:
+        config.refuse_stale(experiment, one.settings)
     name, runs = options.run_name(arguments, "repeat"), arguments.dir / "runs"
     if plans.stored(RunFolder(runs / name)) is not None:
         again = command(arguments.dir, "repeat", name)

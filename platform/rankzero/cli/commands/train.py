@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
             if delivery_notes.exit_code(known) and not arguments.offline:
                 sync.deliver(known, set(), is_named=True, seconds=patience().seconds)
             return delivery_notes.exit_code(known)
-    refuse_new(type(experiment))
+    refuse_new(type(experiment), config.parse_assignments(arguments.settings))
     topology = launch_run.topology_of(arguments, experiment, machines)
     identity = options.identity_for(arguments, options.run_name(arguments))
     folder = make_folder(arguments.dir / "runs", identity, machines=machines)

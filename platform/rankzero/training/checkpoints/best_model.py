@@ -31,7 +31,6 @@ from rankzero.permanent_errors import lacks_memory_or_space, refusal
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import checkpoint_files, lock_files
 from rankzero.run_store.folder import RunFolder, write_atomically
-from rankzero.run_store.journal import newest_start
 from rankzero.run_store.location import may_be_foreign
 from rankzero.tracking import delivery_status, open_run
 from rankzero.training import rng
@@ -132,8 +131,11 @@ def mark_unlogged(folder: RunFolder, unlogged: bool) -> None:
             folder.late_model.unlink(missing_ok=True)
 
 
-def experiment_of(folder: RunFolder) -> Experiment:
-    """Return the experiment of a run's file with the run's settings. Raises UserError."""
+def experiment_of(folder: RunFolder, *, is_own: bool = False) -> Experiment:
+    """Return the experiment of a run's file with the run's settings. Raises UserError.
+
+    `is_own`: this program began the run, with the code that it has in memory.
+    """
     reference = folder.identity.experiment_file
     if reference is None:
         raise UserError(
@@ -144,22 +146,20 @@ def experiment_of(folder: RunFolder) -> Experiment:
     if may_be_foreign(reference, folder.root):
         raise UserError(f"{reference} lies among the runs: what came with a run is not executed")
     cls = experiment_file.load(reference)
-    started = newest_start(folder.events)
-    # Without an edit before the run's start, the class in memory is the code that was trained.
-    if is_outdated(cls, started.time if started else math.inf):
+    if not is_own and is_outdated(cls):
         raise UserError(
-            f"{reference} was edited between its import by this program and the run's start: "
-            f"restart the program or kernel, or importlib.reload(sys.modules[{cls.__module__!r}])"
+            f"{reference} was edited since this program imported it: restart the program or "
+            f"kernel, or importlib.reload(sys.modules[{cls.__module__!r}])"
         )
     return with_saved(cls(), folder)
 
 
-def load_best(folder: RunFolder) -> nn.Module:
+def load_best(folder: RunFolder, *, is_own: bool = False) -> nn.Module:
     """Return the experiment's model with the best checkpoint's weights, in evaluation mode.
 
-    Raises UserError.
+    `is_own`: as for `experiment_of`. Raises UserError.
     """
-    experiment = experiment_of(folder)
+    experiment = experiment_of(folder, is_own=is_own)
     path = _best_checkpoint(folder, experiment.goal)
     callers = rng.state(torch.device("cpu"))
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None

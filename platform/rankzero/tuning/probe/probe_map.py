@@ -77,12 +77,7 @@ class Probe:
     cells: list[ProbeResult] = dataclasses.field(default_factory=list)
     effects: list[Effect] = dataclasses.field(default_factory=list)
     is_cut: bool = False
-    """Whether there was no time for all of them."""
-
-    @property
-    def ruling(self) -> list[ProbeResult]:
-        """The measurements that rule out batch sizes and precisions: none of a map that is cut."""
-        return [] if self.is_cut else self.cells
+    """Whether there was no time for all of the map. Then it rules out nothing."""
 
 
 def measure(
@@ -114,16 +109,16 @@ def measure(
         one = dataclasses.replace(described, processes=count)
         request = _request(space, one, experiment_file, results)
         if most_seconds:
-            # Seconds that are left: another machine's clock may show another time.
-            request = dataclasses.replace(request, most_seconds=max(0.0, until - time.monotonic()))
             with _alone(request.results, notify):
                 known = _complete(request, measure_once, until)
             if time.monotonic() > until and request.next_cell(known):
-                found = dataclasses.replace(found, is_cut=True)
+                # The knobs come last: without some of them, the map is whole.
+                is_cut = dataclasses.replace(request, knobs=()).next_cell(known) is not None
+                found = dataclasses.replace(found, is_cut=found.is_cut or is_cut)
+                so = "rules out no batch size" if is_cut else "leaves some settings of speed"
                 notify(
                     f"probe  stopped after {most_seconds:.0f} s, a third of --minutes: this search "
-                    "leaves out no batch size and precision, and decides no more settings of "
-                    "speed. `rankzero probe` measures the rest for a search with --new"
+                    f"{so}. `rankzero probe` measures the rest for a search with --new"
                 )
             if vague := sum(_BUSY < one.relative_half_width < math.inf for one in known):
                 notify(
@@ -193,7 +188,9 @@ def _complete(
     earlier = lines = len(_lines(request.results))
     before, known = -1, _read(request.results, earlier)
     while before < lines and request.next_cell(known) and (not known or time.monotonic() < until):
-        measure_once(dataclasses.replace(request, known=tuple(known)))
+        # Seconds that are left: another machine's clock may show another time.
+        left = max(0.0, until - time.monotonic())
+        measure_once(dataclasses.replace(request, known=tuple(known), most_seconds=left))
         before, lines = lines, len(_lines(request.results))
         known = _read(request.results, earlier)
     return known

@@ -116,7 +116,7 @@ def _measure_all(request: ProbeRequest, world: World) -> None:
     # As a training does before it loads its data.
     rng.seed_all(experiment.train.seed)
     # Loaded once: that may take longer than a cell.
-    measured, data, began = list(request.known), sets.load(experiment), time.monotonic()
+    began, measured, data = time.monotonic(), list(request.known), sets.load(experiment)
     # Every rank computes the same next cell from the same measurements.
     while cell := request.next_cell(measured, *world.highest(time.monotonic() - began)):
         if world.ranks.first:

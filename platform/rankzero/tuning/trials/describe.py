@@ -174,7 +174,7 @@ def _described(asked: Question) -> ExperimentDescription:
     from rankzero.training.distributed.device import check_driver, driver_version
 
     experiment = with_changes(experiment_file.load(asked.reference)(), asked.settings)
-    refuse_new(type(experiment))
+    refuse_new(type(experiment), asked.settings)
     if asked.searches:
         _refuse_stale(experiment)
     strategy, gpus = experiment.train.strategy, torch.cuda.device_count()
@@ -218,11 +218,13 @@ def _described(asked: Question) -> ExperimentDescription:
 
 def _refuse_stale(experiment: Experiment) -> None:
     """Raise ConfigError if a field would not follow a setting that the search varies."""
-    doubled = [(BATCH, 2 * experiment.train.batch_size), (LR, 2 * experiment.lr)]
-    ranges = type(experiment).search.items()
-    for key, value in (*doubled, *((key, end) for key, one in ranges for end in ends(one))):
-        if found := config.stale(experiment, {key: value}):
-            raise config.ConfigError(found)
+    ranges = {key: ends(one) for key, one in type(experiment).search.items()}
+    # Without a range of the experiment's own, the search chooses one.
+    ranges.setdefault(BATCH, (2 * experiment.train.batch_size, experiment.train.batch_size))
+    ranges.setdefault(LR, (2 * experiment.lr, experiment.lr))
+    for key, values in ranges.items():
+        for value in values if len(values) > 1 else ():
+            config.refuse_stale(experiment, {key: value})
 
 
 def _digest_of_code(folder: Path) -> str:
