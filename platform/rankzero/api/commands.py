@@ -281,7 +281,7 @@ def _words(verb: str, experiment: object) -> list[str]:
     settings = config.rendered(experiment)
     changed = {key: text for key, text in settings.items() if text != defaults.get(key)}
     # One that `__post_init__` computes may have its usual value nevertheless.
-    while key := config.stale(type(experiment)(), changed):
+    while (key := config.stale(type(experiment)(), changed)) and key not in blotted(settings):
         changed[key] = settings[key]
     assignments = (f"{key}={text}" for key, text in changed.items())
     return [verb, _reference_of(experiment), *assignments]

@@ -173,7 +173,7 @@ class Run:
         """Return the experiment with the run's settings, from its file.
 
         If this program has imported the file, its class is as at that time. Raises UserError if the
-        file was edited since, unless `rankzero.train` returned this run before the edit.
+        file was edited since. The run that `rankzero.train` returned is of the code before an edit.
         """
         # Imported here, because it imports PyTorch. The tables above need none.
         from rankzero.training.checkpoints.best_model import experiment_of

@@ -106,9 +106,10 @@ def stale(config: object, changes: Mapping[str, Any]) -> str | None:
 def refuse_stale(config: object, changes: Mapping[str, Any]) -> None:
     """Raise ConfigError for what `stale` finds."""
     if key := stale(config, changes):
+        causes = [one for one in changes if stale(config, {one: changes[one]}) == key]
         raise ConfigError(
-            f"{key} follows from {' or '.join(changes)} in __post_init__, and would keep "
-            f"{rendered(config)[key]}: make it a functools.cached_property, or add {key}=VALUE"
+            f"{key} follows from {' or '.join(causes or changes)} in __post_init__, and would keep "
+            f"its value: make it a functools.cached_property, or add {key}=VALUE"
         )
 
 
