@@ -50,6 +50,11 @@ class DataDescribed:
     samples: int
     columns: Mapping[str, str]
 
+    @property
+    def text(self) -> str:
+        """The data in a line, for people."""
+        return f"{self.name}, {self.samples:,} samples, digest {self.digest}"
+
 
 @dataclasses.dataclass(frozen=True)
 class StepsLogged:

@@ -81,7 +81,7 @@ def sections(
         "Speed": _speed_rows(facts),
         "Tags": _texts([one.tags for one in facts]),
         "Settings": _texts([one.params for one in facts]),
-        "Data": _texts([*map(_data, facts)]),
+        "Data": _texts([{use: data.text for use, data in one.data.items()} for one in facts]),
         "Code": _texts([*map(_code, sides)]),
         # A run that did not write packages.txt has the versions of a few packages as tags.
         "Packages": _texts([s.packages or _tags(s.facts, "rankzero.package.") for s in sides]),
@@ -159,13 +159,6 @@ def _code(side: RunSide) -> dict[str, str]:
     texts = dict.fromkeys(text for text, *_ in side.facts.every_command)
     commands = "\n".join(shlex.join(reproduce.words(text)) for text in texts)
     return {**known, "uncommitted changes": changes, "commands": commands}
-
-
-def _data(facts: Facts) -> dict[str, str]:
-    return {
-        use: f"{one.name}, {one.samples:,} samples, digest {one.digest}"
-        for use, one in facts.data.items()
-    }
 
 
 def _machine(facts: Facts) -> dict[str, str]:

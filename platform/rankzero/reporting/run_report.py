@@ -232,13 +232,7 @@ def _origin(facts: Facts) -> str:
     rows = [
         ("Tags", ", ".join(f"{key}={text}" for key, text in facts.tags.items())),
         ("Experiment", known.get("rankzero.experiment_file")),
-        *(
-            (
-                f"{context.capitalize()} data",
-                f"{data.name}, {data.samples:,} samples, digest {data.digest}",
-            )
-            for context, data in facts.data.items()
-        ),
+        *((f"{context.capitalize()} data", data.text) for context, data in facts.data.items()),
         ("Parameters", _parameters(known)),
         ("Commit", code and f"{code}{changed}"),
         (
