@@ -228,8 +228,7 @@ class RankZeroCallback(Callback):
         self._finds_logger = logger is None
         # Without one, a logger that nothing uses, until `setup`.
         self._logger = logger or RankZeroLogger()
-        self._run = self._logger.deferred_run
-        self._checkpoints = checkpoints
+        self._run, self._checkpoints = self._logger.deferred_run, checkpoints
         self._losses: list[Any] = []
         """The losses of the micro-batches of a step that is not finished."""
         self._of_epoch_before: dict[str, Any] = {}

@@ -99,8 +99,7 @@ class LightningSteps(nn.Module):
                 f"loop does not support: {LIGHTNINGS_OWN}"
             )
         super().__init__()
-        self.module = module
-        self.trainer = trainer
+        self.module, self.trainer = module, trainer
         self._logged: dict[str, Any] = {}
         module.trainer = trainer
         # It may make layers, so it comes before everything that looks at them.

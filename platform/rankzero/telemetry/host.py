@@ -71,8 +71,7 @@ class HostSampler:
     """
 
     def __init__(self, folder: Path = Path(os.sep), process: int | None = None) -> None:
-        self._folder = folder
-        self._process = process
+        self._folder, self._process = folder, process
         self._samples = 0
         self._network_start: Any = None
         with _UNREADABLE:

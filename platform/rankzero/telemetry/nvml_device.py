@@ -52,9 +52,7 @@ class GpuReader:
     """
 
     def __init__(self, nvml: Any, handle: Any, card: Any | None) -> None:
-        self._nvml = nvml
-        self._handle = handle
-        self._card = card
+        self._nvml, self._handle, self._card = nvml, handle, card
         self.trouble: str | None = None
         self._failures: collections.Counter[str] = collections.Counter()
         self._watts: float | None = None

@@ -77,8 +77,7 @@ class StopRequest:
         self.min_evaluation_seconds = min_evaluation_seconds
         self.is_training = False
         """Whether a training runs that can read the request and save a checkpoint."""
-        self._clock = clock
-        self._code = StopCode.NONE
+        self._clock, self._code = clock, StopCode.NONE
         self._deadline = float("inf")
 
     def request(self, code: StopCode) -> None:

@@ -73,8 +73,7 @@ class TrackedRun:
         self._told: set[str] = set()
         self.was_elsewhere = False
         """Whether another process has had an attempt of the run since this one began it."""
-        self._newest_attempt = 0
-        self._refused_until = 0.0
+        self._newest_attempt, self._refused_until = 0, 0.0
         # A handler of a signal may log while its thread logs.
         self._lock = threading.RLock()
         self._begin()

@@ -28,8 +28,7 @@ class Divergence:
     def __init__(self, job: TrainingContext, state: State, notice: Callable[[str], None]) -> None:
         self._world, self._state, self._notice = job.world, state, notice
         self._scaler = job.precision.scaler
-        self._reports = 0
-        self._is_told = False
+        self._reports, self._is_told = 0, False
 
     def check(self, window: WindowStats) -> None:
         """Raise NotFinite if the training has diverged. Collective if the loss is not finite."""

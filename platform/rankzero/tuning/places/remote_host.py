@@ -81,8 +81,7 @@ class RemoteHost:
         self._restart_seconds, self._last_seconds = tuple(restart_seconds), last_seconds
         self._waits, self._start_at = list[float](), math.inf
         self._trial: Run | None = None
-        self._lost_at = math.inf
-        self.was_lost = False
+        self._lost_at, self.was_lost = math.inf, False
 
     def describe(self, asked: Question) -> ExperimentDescription:
         """Return the description of the experiment in a file. Raises UserError, RunFailed."""
