@@ -38,9 +38,7 @@ def _within(angle: float, freedom: int) -> float:
     for power in range(2, freedom, 2):
         total += term
         term *= cosine**2 * (power / (power + 1) if odd else (power - 1) / power)
-    if odd:
-        return 2 / math.pi * (angle + sine * total)
-    return sine * (total + term)
+    return 2 / math.pi * (angle + sine * total) if odd else sine * (total + term)
 
 
 def half_width(values: Sequence[float]) -> float | None:

@@ -274,9 +274,7 @@ def _setting(facts: Facts) -> str:
 
 def _number(value: float | None) -> str:
     real = number(value)
-    if real is None or real != real:
-        return "not a number"
-    return shown(real)
+    return "not a number" if real is None or real != real else shown(real)
 
 
 def duration(seconds: float) -> str:

@@ -42,9 +42,7 @@ def default_store() -> Any:
     Ranks exchange failures through it while their collectives hang. PyTorch has no public way to
     get it; a related request is https://github.com/pytorch/pytorch/issues/84468.
     """
-    if not dist.is_initialized():
-        return None
-    return dist.distributed_c10d._get_default_store()
+    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
 def release(replica: DistributedDataParallel) -> None:
