@@ -35,15 +35,10 @@ _NODE_LIST = re.compile(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?")
 
 # torchrun's settings of the rendezvous, and the values that it can read.
 _SETTINGS = {
+    **dict.fromkeys(("close_timeout", "heartbeat", "join_timeout", "read_timeout"), r"\d+"),
+    **dict.fromkeys(("keep_alive_interval", "keep_alive_max_attempt", "last_call_timeout"), r"\d+"),
     "cas_backoff_max_seconds": r"\d+(\.\d+)?",
-    "close_timeout": r"\d+",
-    "heartbeat": r"\d+",
     "is_host": "(?i)true|false|yes|no|[tfyn01]",
-    "join_timeout": r"\d+",
-    "keep_alive_interval": r"\d+",
-    "keep_alive_max_attempt": r"\d+",
-    "last_call_timeout": r"\d+",
-    "read_timeout": r"\d+",
 }
 _TRUE = ("true", "t", "yes", "y", "1")
 
