@@ -134,7 +134,7 @@ def _upload_pictures(
                 raise
             state = _rejected(state, what, f"{type(error).__name__}: {error}")
         else:
-            state = _log_pictures(drawn, event, target, folder, state)
+            state = _uploaded(state, _log_pictures(drawn, event, target, folder))
     # A path that cannot be deleted (a folder, a read-only disk) is uploaded or rejected by now.
     with contextlib.suppress(OSError):
         if picture_files.mark_done(folder, path):
@@ -143,18 +143,13 @@ def _upload_pictures(
 
 
 def _log_pictures(
-    drawn: Mapping[str, Path],
-    event: PicturesTaken,
-    target: Target,
-    folder: RunFolder,
-    state: DeliveryState,
-) -> DeliveryState:
+    drawn: Mapping[str, Path], event: PicturesTaken, target: Target, folder: RunFolder
+) -> dict[str, str]:
     if not drawn:
-        return state
+        return {}
     milliseconds = scalars.milliseconds(event.time) or 0
     newest = target.store.log_pictures(target.run.run_id, drawn, event.step, milliseconds)
-    done = {f"{folder.artifacts.name}/{name}": f"step {event.step}" for name in newest}
-    return _uploaded(state, done)
+    return {f"{folder.artifacts.name}/{name}": f"step {event.step}" for name in newest}
 
 
 def _uploaded(state: DeliveryState, artifacts: Mapping[str, str]) -> DeliveryState:
