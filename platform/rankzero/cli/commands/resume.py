@@ -273,13 +273,13 @@ def _set_processes(before: int | None, arguments: argparse.Namespace, machines: 
 
     Nor for MIN:MAX machines: nobody knows how many of them trained.
     """
-    from rankzero.training.distributed.device import gpu_count
+    import torch
 
     # The same number of processes sums gradients in the same order, so results stay identical.
     count = machines.most
     if arguments.nproc is not None or before is None or machines.least < count or before % count:
         return
-    processes, gpus = before // count, gpu_count()
+    processes, gpus = before // count, torch.cuda.device_count()
     if 0 < gpus < processes:
         print(
             f"note: {before} processes trained before, and this machine has {gpus} GPUs: results "

@@ -29,18 +29,13 @@ def choose(ranks: Ranks) -> torch.device:
     return device
 
 
-def gpu_count() -> int:
-    """Return how many GPUs this process sees."""
-    return torch.cuda.device_count()
-
-
 def check_driver() -> None:
     """Raise UserError if this machine has GPUs that PyTorch cannot use.
 
     It initializes CUDA, so a process that calls it must not be forked.
     """
     # PyTorch counts GPUs without its own CUDA, for which the driver may be too old.
-    gpus = 0 if torch.cuda.is_available() else gpu_count()
+    gpus = 0 if torch.cuda.is_available() else torch.cuda.device_count()
     try:
         if gpus:
             torch.cuda.init()
@@ -55,7 +50,7 @@ def check_driver() -> None:
 
 def check_gpus(processes: int) -> None:
     """Raise UserError if this node has GPUs, but fewer than `processes`."""
-    gpus = gpu_count()
+    gpus = torch.cuda.device_count()
     if 0 < gpus < processes:
         raise UserError(
             f"{processes} processes need {processes} GPUs, but this machine has {gpus}: "

@@ -15,7 +15,6 @@ from rankzero import ranks
 from rankzero.experiment import Experiment
 from rankzero.training import rng
 from rankzero.training.data.batch import map_tensors
-from rankzero.training.distributed.device import gpu_count
 from rankzero.training.distributed.world import World
 from rankzero.training.metrics.peak_flops import peak_flops
 from rankzero.training.metrics.stateful import without_stateful
@@ -109,7 +108,7 @@ def of(experiment: Experiment, model: nn.Module, world: World, at: Progress) -> 
     if counts_tokens and not at.helpers and world.device.type == "cuda":
         peak = peak_flops(torch.cuda.get_device_name(world.device), train.precision)
     # DataParallel uses all GPUs in one process.
-    devices = gpu_count() if train.strategy == "dp" else world.size
+    devices = torch.cuda.device_count() if train.strategy == "dp" else world.size
     measure = without_stateful(experiment.measure, experiment.metrics().keys())
     places = [dataclasses.replace(at, turn=turn) for turn in experiment.turns or (None,)]
     has_progress = takes_progress(experiment.measure)
