@@ -26,7 +26,7 @@ from rankzero.errors import RunFailed, UserError
 from rankzero.launch.signals import handled_signals
 from rankzero.mlflow_store import saved_view, server, uris
 from rankzero.run_store import delivery_state as delivery
-from rankzero.run_store.folder import RunFolder, write_atomically
+from rankzero.run_store.folder import write_atomically
 
 _STARTUP_SECONDS = 60.0
 _SIGNAL_SECONDS = 1.0
@@ -186,17 +186,17 @@ def _wait_for_end(process: subprocess.Popen[bytes]) -> None:
 
 def _links(root: Path, address: str, empty: bool) -> Iterator[str]:
     """Yield links to the newest run's experiment, in a useful view, and to that run."""
-    runs = list[Summary]()
+    runs, uri = list[Summary](), uris.default_tracking_uri(root)
     with contextlib.suppress(UserError):  # another program may have locked the store
         known = lookup.listed(root / "runs")
         # Runs of another store have no name in this one.
         runs += (one for one in known if one.mlflow_name)
-        if not runs and known:
-            _note_other_store(root, known[0].folder)
+        if not runs and known and (newest := known[0].folder).identity.tracking_uri != uri:
+            print(f"note: {newest.path.name} is in another store: {look(newest)}")
     if not runs:
         return
     # The server makes an empty store's tables. Two processes must not make them at once.
-    found = {} if empty else _save_views(uris.default_tracking_uri(root), runs)
+    found = {} if empty else _save_views(uri, runs)
     base, kind = f"{address}/#/experiments", "workflowType=machine_learning"
     if experiment_id := found.get(runs[0].experiment):
         yield f"runs: {base}/{experiment_id}/runs?{kind}&{saved_view.QUERY}"
@@ -205,12 +205,6 @@ def _links(root: Path, address: str, empty: bool) -> Iterator[str]:
         if state.run_id and state.experiment_id:
             yield f"newest run: {base}/{state.experiment_id}/runs/{state.run_id}?{kind}"
             return
-
-
-def _note_other_store(root: Path, newest: RunFolder) -> None:
-    """Say where people see the newest run, if that is not the store in `root`."""
-    if newest.identity.tracking_uri != uris.default_tracking_uri(root):
-        print(f"note: {newest.path.name} is in another store: {look(newest)}")
 
 
 def _save_views(tracking_uri: str, runs: Sequence[Summary]) -> dict[str, str]:
