@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import struct
 from collections.abc import Sequence
@@ -26,14 +25,6 @@ def seed_all(*numbers: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-
-
-def be_deterministic() -> None:
-    """Make PyTorch refuse operations whose results vary from run to run."""
-    # cuBLAS has two reproducible settings. The other one may be slower, this one takes 24 MiB.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
 
 
 def state(device: torch.device) -> Tensor:
