@@ -85,18 +85,16 @@ class _ArtifactLocation:
             pass
         except Exception:
             # Azure's blobs are an error if none is there. Otherwise the place answers again.
-            if self._repository.list_artifacts():
-                self._delete_again(may_stay=may_stay)
-
-    def _delete_again(self, *, may_stay: bool) -> None:
-        try:
-            self._repository.delete_artifacts()
-        except Exception as error:
-            # A bucket may forbid it, for good.
-            if not may_stay:
-                raise
-            place = self._repository.artifact_uri
-            log.warning("deleted files stay: %s", text_without_secrets(f"{place}: {error}"))
+            if not self._repository.list_artifacts():
+                return
+            try:
+                self._repository.delete_artifacts()
+            except Exception as error:
+                # A bucket may forbid it, for good.
+                if not may_stay:
+                    raise
+                place = self._repository.artifact_uri
+                log.warning("deleted files stay: %s", text_without_secrets(f"{place}: {error}"))
 
     def _confirm(self, written: Iterable[str]) -> None:
         """Return once this machine's disk has the files. Raises OSError if it fails or is full."""
