@@ -16,7 +16,7 @@ from rankzero.errors import UserError
 from rankzero.events import RunEnded, RunStarted
 from rankzero.run_store import delivery_state, names, symlinks
 from rankzero.run_store.folder import RunFolder
-from rankzero.run_store.journal import read
+from rankzero.run_store.journal import newest_start, read
 
 log = logging.getLogger(__name__)
 
@@ -139,9 +139,8 @@ def attempt_started(folder: RunFolder, since: int | None) -> bool:
 
 def ended_in_set_up(folder: RunFolder) -> bool:
     """Return whether the newest attempt ended before its first batch: its steps are unknown."""
-    newest = summary.newest_events(folder.events)
-    starts = [event for event in newest if isinstance(event, RunStarted)]
-    return bool(starts) and starts[-1].total_steps is None
+    newest = newest_start(folder.events)
+    return newest is not None and newest.total_steps is None
 
 
 def listed(
