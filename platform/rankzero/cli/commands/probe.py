@@ -30,10 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     with search.stoppable(arguments), search.host(arguments) as host:
         described, space = search.described_space(arguments, host)
-        reference = space.reference
         identity = search.study_identity(arguments, space, "probe")
         file = identity.experiment_file or ""
-        with search.open_run(arguments, identity, reference) as study_run:
+        with search.open_run(arguments, identity, space.reference) as study_run:
             probe = probe_map.measure(
                 space,
                 described,
