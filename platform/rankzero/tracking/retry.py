@@ -18,7 +18,7 @@ PAUSE_SECONDS = 5.0  # after an unexpected error
 
 
 @dataclasses.dataclass(frozen=True)
-class Backoff:
+class _Backoff:
     """How often in a row one kind of request failed or came too early, and when it is due again."""
 
     failures: int = 0
@@ -37,7 +37,7 @@ class RetryPolicy:
 
     def __init__(self, longest_wait: float, clock: Callable[[], float]) -> None:
         self._longest_wait, self._clock = longest_wait, clock
-        self._backoffs: dict[Hashable, Backoff] = {}
+        self._backoffs: dict[Hashable, _Backoff] = {}
         self._away_since: float | None = None
 
     def hasten(self) -> None:
@@ -45,9 +45,9 @@ class RetryPolicy:
         self._backoffs = {}
         self._longest_wait = min(self._longest_wait, _HURRIED_WAIT_SECONDS)
 
-    def of(self, kind: Hashable) -> Backoff:
+    def of(self, kind: Hashable) -> _Backoff:
         """Return the failures of this kind of request since its last success."""
-        return self._backoffs.get(kind, Backoff())
+        return self._backoffs.get(kind, _Backoff())
 
     def is_due(self, kind: Hashable) -> bool:
         """Return whether the wait after the latest failure is over."""

@@ -35,7 +35,7 @@ _KEEP_SECONDS = 5.0
 _CONNECT_SECONDS = 10.0
 
 
-class FileLocks:
+class _FileLocks:
     """Locks on bytes of a file, which has no content."""
 
     def __init__(self, path: Path) -> None:
@@ -154,7 +154,7 @@ class ServerLocks:
                     self._ask(self._dialect.take, number)
 
 
-StoreLocks = FileLocks | ServerLocks
+StoreLocks = _FileLocks | ServerLocks
 
 
 def journal_of(url: str) -> Path | None:
@@ -173,11 +173,11 @@ def open_locks(url: str) -> StoreLocks:
 
     journal = journal_of(url)
     if journal is not None:
-        return FileLocks(journal.with_name(journal.name + _JOURNALS_SUFFIX))
+        return _FileLocks(journal.with_name(journal.name + _JOURNALS_SUFFIX))
     found = make_url(url)
     name = found.get_backend_name()
     if name == "sqlite" and found.database:
-        return FileLocks(Path(found.database + _SUFFIX).absolute())
+        return _FileLocks(Path(found.database + _SUFFIX).absolute())
     if name not in _DIALECTS:
         raise UserError(
             f"{url_without_secrets(url)} cannot keep a study: give --storage an SQLite file, "

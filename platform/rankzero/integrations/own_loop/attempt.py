@@ -128,8 +128,8 @@ class Attempt:
             self.checkpoints = Checkpoints.of_run(self.log, self._keep, self._goal)
             if not of_adapter:
                 self._note_higher(at)
-        self.log_all(self.history.checkpoint(at))
-        self.log_all(self.checkpoints.save(state_dict, at, measured, better))
+        self._log_all(self.history.checkpoint(at))
+        self._log_all(self.checkpoints.save(state_dict, at, measured, better))
 
     def _note_higher(self, at: int) -> None:
         """Note a checkpoint of an earlier attempt that stays the last one."""
@@ -142,7 +142,7 @@ class Attempt:
     def finish_checkpoints(self) -> None:
         """Return once the checkpoints so far are written."""
         if self.checkpoints is not None:
-            self.log_all(self.checkpoints.finish())
+            self._log_all(self.checkpoints.finish())
 
     def end(self, error: BaseException | None) -> None:
         """Log the last values and the end, and close the journal."""
@@ -174,7 +174,7 @@ class Attempt:
         self.log(RunEnded(time.time(), status, reason, text, {**self.history.last, **best}))
         self.log.close(finished=status == "FINISHED")
 
-    def log_all(self, events: Iterable[Event]) -> None:
+    def _log_all(self, events: Iterable[Event]) -> None:
         """Log events as they come."""
         for event in events:
             self.log(event)
@@ -184,14 +184,14 @@ class Attempt:
         if not self._rows:
             self._flushed = time.monotonic()
         if self.checkpoints is not None:
-            self.log_all(self.checkpoints.poll())
+            self._log_all(self.checkpoints.poll())
         # All rows are read together: each read of a GPU waits until the GPU has caught up.
         try:
             floats = self._floats([item for _, _, metrics in rows for item in metrics.items()])
         except BaseException:  # While it waits for the GPU, the user may press Ctrl-C.
             self._rows[:0] = rows
             raise
-        self.log_all(self.history.columns(rows, floats))
+        self._log_all(self.history.columns(rows, floats))
         self.log.flush()
 
     def _flush_late(self) -> None:
@@ -225,7 +225,7 @@ class Attempt:
     def _close_checkpoints(self, *, finished: bool) -> None:
         if self.checkpoints is not None:
             patience_seconds = self.log.patience_seconds(finished=finished)
-            self.log_all(self.checkpoints.close(patience_seconds))
+            self._log_all(self.checkpoints.close(patience_seconds))
 
 
 def command(argv: Sequence[str], environ: Mapping[str, str], main: object = None) -> list[str]:

@@ -23,7 +23,7 @@ _numpy: Any = np.random  # its types lack get_bit_generator
 
 
 @dataclasses.dataclass(frozen=True)
-class CpuGenerator:
+class _CpuGenerator:
     """One of this process's global generators."""
 
     seed: Callable[[int], object]
@@ -61,15 +61,15 @@ def _set_numpy_bytes(state: bytes) -> None:
     ctypes.memmove(_numpy_address(), state, _NUMPY_BYTES)
 
 
-_TORCH = CpuGenerator(
+_TORCH = _CpuGenerator(
     torch.default_generator.manual_seed,
     *(_torch_bytes, _set_torch_bytes, _torch_bytes, _set_torch_bytes),
 )
-_PYTHON = CpuGenerator(
+_PYTHON = _CpuGenerator(
     random.seed, *(random.getstate, random.setstate, random.getstate, random.setstate)
 )
 # NumPy takes 130 µs to return its state, because it copies word by word.
-_NUMPY = CpuGenerator(
+_NUMPY = _CpuGenerator(
     _seed_numpy, _numpy_bytes, _set_numpy_bytes, np.random.get_state, np.random.set_state
 )
 GENERATORS = (_TORCH, _PYTHON, _NUMPY)
@@ -84,13 +84,13 @@ class SeededDraws:
     batch as before, because the model draws from them too.
     """
 
-    def __init__(self, generators: Sequence[CpuGenerator] = GENERATORS) -> None:
+    def __init__(self, generators: Sequence[_CpuGenerator] = GENERATORS) -> None:
         self._generators = generators
         self.seeded = set(generators)
         """The generators that something has drawn from; all of them until the first batch ends."""
-        self._drawn: set[CpuGenerator] = set()
+        self._drawn: set[_CpuGenerator] = set()
         self._learns = True
-        self._marks: dict[CpuGenerator, Any] = {}
+        self._marks: dict[_CpuGenerator, Any] = {}
 
     def __reduce__(self) -> Any:
         # A loading process that is spawned has generators of its own.

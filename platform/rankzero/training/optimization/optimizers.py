@@ -28,7 +28,7 @@ def of(experiment: Experiment, model: nn.Module, *, fuse: bool = True) -> Optimi
     """
     made = experiment.optimizer(model)
     for one in made.values() if isinstance(made, Mapping) else (made,):
-        check_steps_alone(one)
+        _check_steps_alone(one)
     if experiment.turns:
         joint_optimizer.check_turns(experiment, made)
     if isinstance(made, Mapping):
@@ -73,7 +73,7 @@ def _refuse_others(optimizer: Optimizer, model: nn.Module) -> None:
                 )
 
 
-def check_steps_alone(optimizer: Any) -> None:
+def _check_steps_alone(optimizer: Any) -> None:
     """Raise UserError if it is no optimizer, or if its step or its learning rate is its own."""
     if not hasattr(optimizer, "param_groups"):
         raise UserError(
