@@ -56,7 +56,7 @@ def run_agent(folder: Path, observer: Observer) -> bool:
     torch_compat.configure_environment()
     fork_server.ensure_running()
     spec = agent._worker_spec(
-        topology, fail_once, str(folder), agent._handler(topology, None, print)
+        topology, fail_once, str(folder), agent._handler(topology, None, print), None
     )
     try:
         # It must see by itself that a worker has failed, and that others have returned.
@@ -82,7 +82,7 @@ def test_stopped_agent_restarts_nothing(tmp_path: Path) -> None:
 
 def test_agent_sets_and_reads_the_restarts_that_are_overridden(tmp_path: Path) -> None:
     topology = agent.Topology(1, max_restarts=3)
-    spec = agent._worker_spec(topology, fail_once, "", agent._handler(topology, None, print))
+    spec = agent._worker_spec(topology, fail_once, "", agent._handler(topology, None, print), None)
     logs = DefaultLogsSpecs(log_dir=str(tmp_path))
     assert LocalElasticAgent(spec, logs)._remaining_restarts == 3
     assert ObservedAgent(spec, logs, Observer())._remaining_restarts == 3

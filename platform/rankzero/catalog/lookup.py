@@ -175,38 +175,33 @@ def listed(
     return sorted(found, key=lambda run: -run.started)
 
 
-def _completed(
-    found: list[Summary], store: deleted.StoreRows, among_deleted: bool
-) -> list[Summary]:
+def _completed(runs: list[Summary], store: deleted.StoreRows, among_deleted: bool) -> list[Summary]:
     """Return the runs that are deleted or are not, with what other places know of them."""
     is_deleted = deleted.is_deleted
     gone = {
         _name(run)
-        for run in found
+        for run in runs
         if is_deleted(run.path, run.mlflow_run_id, store) and not run.lives
     }
     of_children: Counter[str] = Counter()
-    for run in found:
+    for run in runs:
         if run.parent is not None:
             of_children[run.parent] += run.bytes
     if gone or among_deleted:
-        found = [
+        runs = [
             run
-            for run in found
+            for run in runs
             if among_deleted == (not run.lives and not gone.isdisjoint((_name(run), run.parent)))
         ]
-    parents = {_name(run): _name_in(store, run) for run in found if _name(run) in of_children}
-    return [_as_shown(run, _name_in(store, run), parents, of_children) for run in found]
+    parents = {_name(run): _name_in(store, run) for run in runs if _name(run) in of_children}
+    return [_as_shown(run, _name_in(store, run), parents, of_children) for run in runs]
 
 
 def _as_shown(
-    run: Summary,
-    in_mlflow: str | None,
-    parents: Mapping[str, str | None],
-    of_children: Counter[str],
+    run: Summary, in_mlflow: str | None, parents: Mapping[str, str | None], children: Counter[str]
 ) -> Summary:
     # Few of many runs have children, a parent, or another name than when they were kept.
-    size, parent = run.bytes + of_children.get(_name(run), 0), parents.get(run.parent or "")
+    size, parent = run.bytes + children.get(_name(run), 0), parents.get(run.parent or "")
     if (in_mlflow, size, parent) == (run.mlflow_name, run.bytes, run.parent_mlflow_name):
         return run
     return run._replace(mlflow_name=in_mlflow, bytes=size, parent_mlflow_name=parent)

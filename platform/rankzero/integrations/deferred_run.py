@@ -121,16 +121,14 @@ class DeferredRun:
         self._has_trained = run.trains = True
         return run
 
-    def _end_left(
-        self, place: _Place, call: object, newer_place: _Place, newer_call: object
-    ) -> None:
+    def _end_left(self, place: _Place, call: object, new_place: _Place, new_call: object) -> None:
         """End a training of this thread whose exception was caught, or what came after one."""
         # Another thread may be within its training.
-        if newer_place[0] != place[0]:
+        if new_place[0] != place[0]:
             return
         # A training within another one has the functions of both on its stack. Two callbacks in one
         # call have the same ones.
-        if newer_place == place and (call is None or newer_call is not call):
+        if new_place == place and (call is None or new_call is not call):
             self.end_unreported()
         self.end_if_over()
 

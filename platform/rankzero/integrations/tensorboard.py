@@ -109,12 +109,7 @@ class SummaryWriter:
         self._safely(tag, log)
 
     def add_figure(
-        self,
-        tag: str,
-        figure: Any,
-        global_step: Any = None,
-        close: bool = True,
-        walltime: Any = None,
+        self, tag: str, figure: Any, global_step: Any = None, close: bool = True, *_: Any, **__: Any
     ) -> None:
         """Log a figure of matplotlib by its tag and step, or a list of figures."""
         from rankzero.training.sample_images.user_images import close_figures

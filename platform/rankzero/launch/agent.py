@@ -189,11 +189,7 @@ def _handler(topology: Topology, folder: RunFolder | None, notice: Callable[[str
 
 
 def _worker_spec(
-    topology: Topology,
-    entry: Callable[[Any], str],
-    request: Any,
-    handler: Any,
-    store: str | None = None,
+    topology: Topology, entry: Callable[[Any], str], request: Any, handler: Any, store: str | None
 ) -> Any:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
@@ -212,14 +208,11 @@ def _worker_spec(
 
 
 def enter(
-    entry: Callable[[Any], str],
-    request: Any,
-    store: str | None = None,
-    interface: str | None = None,
+    entry: Callable[[Any], str], request: Any, store: str | None = None, network: str | None = None
 ) -> str:
     """Run `entry(request)` in a worker. The agent calls this.
 
-    `store`: the folder through which the ranks of one machine find each other. `interface`: the
+    `store`: the folder through which the ranks of one machine find each other. `network`: the
     network interface by which those of several machines do.
     """
     from rankzero.launch import torch_compat
@@ -231,9 +224,9 @@ def enter(
     set_process_name(f"rank-{ranks.detect().rank}")
     end_with_parent()  # the server: nobody else could restart this worker or knows it
     rendezvous.use_folder(store)
-    if interface is not None:
+    if network is not None:
         # By default gloo binds to the address that the host's name resolves to.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", network)
     # A fork of the server would start processes through that server, which must pickle all that
     # they need. The user's code gets Python's default, as in a process of its own.
     multiprocessing.set_start_method(None, force=True)

@@ -261,16 +261,14 @@ def load(path: Path) -> DeliveryState:
     return dataclasses.replace(state, queue=queue, problems=problems)
 
 
-def check_journals(
-    state: DeliveryState, folder: RunFolder, journals: Sequence[str]
-) -> DeliveryState:
+def check_journals(state: DeliveryState, folder: RunFolder, names: Sequence[str]) -> DeliveryState:
     """Return the state, with offset 0 for each journal that is not the one that was delivered.
 
     Reads what was delivered of each journal.
     """
     offsets, checksums = dict(state.cursor.offsets), dict(state.cursor.checksums)
     curves, problems = state.curves, state.problems
-    for name in journals:
+    for name in names:
         offset = offsets.setdefault(name, 0)
         found = checksum_of_first(folder.path / name, offset)
         if found is None or checksums.get(name, found) != found:

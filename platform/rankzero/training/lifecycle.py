@@ -34,11 +34,7 @@ class RunLifecycle:
     """Emits RunStarted once. Set `outcome` before the block of `tracked` ends."""
 
     def __init__(
-        self,
-        log: RunLog,
-        experiment: Experiment,
-        params: Mapping[str, str],
-        tags: Mapping[str, str],
+        self, log: RunLog, experiment: Experiment, params: Mapping[str, str], tags: dict[str, str]
     ) -> None:
         self.outcome = AttemptOutcome("FAILED", "ended without a reason")
         self._log, self._experiment, self._params, self._tags = log, experiment, params, tags
@@ -80,11 +76,7 @@ class RunLifecycle:
 
 @contextlib.contextmanager
 def tracked(
-    log: RunLog,
-    experiment: Experiment,
-    environment: Mapping[str, str],
-    world: World,
-    totals: RunTotals,
+    log: RunLog, experiment: Experiment, tags: Mapping[str, str], world: World, totals: RunTotals
 ) -> Iterator[RunLifecycle]:
     """Emit RunEnded and close `log`, however the block ends: also by Ctrl-C or SystemExit."""
     params = {
@@ -92,7 +84,7 @@ def tracked(
         "world_size": str(world.size),
         "device": world.device.type,
     }
-    lifecycle = RunLifecycle(log, experiment, params, {**environment, **device.describe(world)})
+    lifecycle = RunLifecycle(log, experiment, params, {**tags, **device.describe(world)})
     error: str | None = None
     try:
         yield lifecycle
@@ -101,7 +93,7 @@ def tracked(
         error = failure.error
         status: Status = "KILLED" if isinstance(raised, KeyboardInterrupt) else "FAILED"
         # Lists of batches() may not divide among the smaller micro-batches.
-        halved = "" if lifecycle.is_started else environment.get(OUT_OF_MEMORY)
+        halved = "" if lifecycle.is_started else tags.get(OUT_OF_MEMORY)
         after = f" (after out of memory: {halved})" if halved else ""
         lifecycle.outcome = AttemptOutcome(status, failure.reason + after)
         if failure.rank != world.ranks.rank:

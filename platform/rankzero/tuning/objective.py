@@ -134,17 +134,15 @@ class Objective:
         spent = self.cost(curve, is_whole=False) if is_known else None
         return (spent or 0.0) > slack * best
 
-    def is_worse(
-        self, curve: LearningCurve, points: Sequence[CurvePoint], step_ratio: float
-    ) -> bool:
+    def is_worse(self, curve: LearningCurve, points: Sequence[CurvePoint], ratio: float) -> bool:
         """Return whether another trial was closer to the target after as much training.
 
-        `points`: the other trial's curve, or nothing. `step_ratio`: its steps for each of this one.
+        `points`: the other trial's curve, or nothing. `ratio`: its steps for each of this one.
         """
         if self.name != "time-to-target":
             return False
         # By samples as well as by time: a machine that others slow down must not decide.
-        step = step_ratio * curve.step
+        step = ratio * curve.step
         before = [one for one in points if one.seconds <= curve.seconds and one.step <= step]
         other = dataclasses.replace(curve, points=before)
         # All values before may be NaN. Nothing is further off.
@@ -168,15 +166,13 @@ class Objective:
         return -curve.best if curve.goal.mode == "max" else curve.best
 
 
-def target_quality(
-    objective: Objective, reference: LearningCurve, tolerance: float
-) -> float | None:
+def target_quality(objective: Objective, curve: LearningCurve, tolerance: float) -> float | None:
     """Return the quality that trials must reach, from the curve of the user's own configuration.
 
-    `tolerance`: for `throughput` and `tokens`, how much worse than the reference's best, relative
-    to it.
+    `tolerance`: for `throughput` and `tokens`, how much worse than the curve's best, relative to
+    it.
     """
-    name, goal, best = objective.name, objective.goal, reference.best
+    name, goal, best = objective.name, objective.goal, curve.best
     if name == "quality":
         return None
     if best is None or (name in TO_TARGET and goal.target is not None):

@@ -110,12 +110,10 @@ def _end_with_program() -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
-def _announce(
-    arguments: argparse.Namespace, address: str, links: Sequence[str], notes: str
-) -> None:
+def _announce(arguments: argparse.Namespace, address: str, links: Sequence[str], note: str) -> None:
     """Say where the runs are: on the terminal, to our own program, and in a browser."""
     # The runs first: MLflow's own start page begins with other things.
-    lines = [*links, f"MLflow UI: {address}  (Ctrl-C ends it)", notes]
+    lines = [*links, f"MLflow UI: {address}  (Ctrl-C ends it)", note]
     print(*filter(None, lines), sep="\n", flush=True)
     best = links[0].partition(" ")[2] if links else address
     if arguments.result_file is not None:

@@ -21,15 +21,11 @@ class MlflowDeletion:
     """The deletion of one tracking store's runs."""
 
     def __init__(
-        self,
-        client: MlflowClient,
-        tracking_uri: str,
-        locations: ArtifactLocations,
-        models: MlflowModels,
+        self, client: MlflowClient, uri: str, locations: ArtifactLocations, models: MlflowModels
     ) -> None:
         self._client, self._locations, self._models = client, locations, models
-        self._uri = tracking_uri
-        self.is_local = uris.sqlite_path(tracking_uri) is not None
+        self._uri = uri
+        self.is_local = uris.sqlite_path(uri) is not None
         """Whether runs can be erased from here: from a server, only its administrator can."""
 
     def deleted(self) -> set[str]:

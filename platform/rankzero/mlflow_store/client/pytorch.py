@@ -10,12 +10,7 @@ from typing import Any
 
 
 def save_pytorch(
-    model: Any,
-    folder: Path,
-    inputs: Sequence[Any],
-    output: Any,
-    kind: str,
-    code_paths: Sequence[Path],
+    model: Any, folder: Path, inputs: Sequence[Any], output: Any, kind: str, code: Sequence[Path]
 ) -> None:
     """Write the module in MLflow's layout, with a signature taken from the arrays.
 
@@ -41,7 +36,7 @@ def save_pytorch(
                 None if output is None else Schema(_specs("output", [output])),
             ),
             input_example=inputs[0] if len(inputs) == 1 else list(inputs),
-            code_paths=[str(path) for path in code_paths] or None,
+            code_paths=[str(path) for path in code] or None,
             pip_requirements=[
                 f"{name}=={version(name).partition('+')[0]}"
                 for name in ("mlflow", "torch", "numpy")

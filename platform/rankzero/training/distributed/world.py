@@ -240,15 +240,13 @@ def join(ranks: Ranks, choose: Callable[[Ranks], torch.device]) -> Iterator[Worl
     dist.destroy_process_group()
 
 
-def agreed_device(
-    store: Any, ranks: Ranks, choose: Callable[[Ranks], torch.device]
-) -> torch.device:
+def agreed_device(store: Any, ranks: Ranks, pick: Callable[[Ranks], torch.device]) -> torch.device:
     """Return this rank's device. Raises UserError on every rank if one has none, or another kind.
 
     NCCL would wait for such a rank without a limit. Collective, but of the store alone.
     """
     try:
-        device = choose(ranks)
+        device = pick(ranks)
     except Exception as error:
         why = f"rank {ranks.rank} has no device: {failures.reason(error)}"
         store.compare_set(_AGREEMENT_KEY, "", text_without_secrets(why))

@@ -22,23 +22,21 @@ _CHANNELS = (1, 3, 4)
 
 
 def images_of(
-    returned: Any,
-    tell: Callable[[str, str], object] = lambda *_: None,
-    max_pixels: int = MAX_PIXELS,
+    images: Any, tell: Callable[[str, str], object] = lambda *_: None, max_pixels: int = MAX_PIXELS
 ) -> dict[str, Any]:
     """Return what `pictures` returned, as bytes by unique name. Raises ValueError.
 
     `tell` gets how an image was changed, if it was, with a key for that. `max_pixels`: the longest
     side of an image.
     """
-    if not isinstance(returned, Mapping):
+    if not isinstance(images, Mapping):
         raise ValueError(
-            f"it must return a mapping of names to images, not {type(returned).__name__}"
+            f"it must return a mapping of names to images, not {type(images).__name__}"
         )
-    if len(returned) > _MAX_IMAGES:
-        raise ValueError(f"it returned {len(returned)} images; at most {_MAX_IMAGES} are kept")
+    if len(images) > _MAX_IMAGES:
+        raise ValueError(f"it returned {len(images)} images; at most {_MAX_IMAGES} are kept")
     found: dict[str, Any] = {}
-    for key, image in returned.items():
+    for key, image in images.items():
         name, number = _cut(str(key)), 1
         while name in found:
             number += 1

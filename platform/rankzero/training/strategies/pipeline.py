@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from rankzero.errors import UserError
@@ -58,12 +59,7 @@ class Pipeline:
     shard = Shard(0, 1)
 
     def __init__(
-        self,
-        stage: Any,
-        optimizer: torch.optim.Optimizer,
-        names: list[str],
-        train: Train,
-        world: World,
+        self, stage: Any, optimizer: Optimizer, names: list[str], train: Train, world: World
     ) -> None:
         self.model: nn.Module = stage.submod
         self.optimizer = optimizer
@@ -121,7 +117,7 @@ class Pipeline:
     def sync_buffers(self) -> None:
         """Do nothing: no two ranks have the same buffers."""
 
-    def average_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+    def average_gradients(self, optimizer: Optimizer) -> None:
         """Do nothing: each rank has gradients of its own, and a pipeline takes no turns."""
 
     def clip(self, norm: float) -> Tensor:
@@ -250,7 +246,7 @@ def build(
     return Pipeline(stage, _of_stage(whole, stage.submod), names, train, world)
 
 
-def _of_stage(whole: torch.optim.Optimizer, stage: nn.Module) -> torch.optim.Optimizer:
+def _of_stage(whole: Optimizer, stage: nn.Module) -> Optimizer:
     """Return the optimizer with a stage's parameters alone. It keeps all groups, some empty."""
     own = set(stage.parameters())
     for group in whole.param_groups:

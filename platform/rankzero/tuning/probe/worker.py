@@ -133,12 +133,7 @@ def _measure_all(request: ProbeRequest, world: World) -> None:
 
 
 def _measure_or_fail(
-    experiment: Experiment,
-    data: _DataSets,
-    world: World,
-    cell: Cell,
-    most_seconds: float,
-    beat: Path,
+    experiment: Experiment, data: _DataSets, world: World, cell: Cell, limit: float, beat: Path
 ) -> ProbeResult:
     """Measure a cell; return it as out of memory if a single rank ran out. Collective."""
     import torch
@@ -155,7 +150,7 @@ def _measure_or_fail(
     experiment = config.override(experiment, settings)
     began = time.perf_counter()
     try:
-        return _measure(experiment, data, world, cell, most_seconds, beat)
+        return _measure(experiment, data, world, cell, limit, beat)
     except torch.OutOfMemoryError as error:
         # With several ranks, the others would wait for this one without end. So they all end.
         if world.is_distributed:
@@ -177,12 +172,7 @@ def _measure_or_fail(
 
 
 def _measure(
-    experiment: Experiment,
-    data: _DataSets,
-    world: World,
-    cell: Cell,
-    most_seconds: float,
-    beat: Path,
+    experiment: Experiment, data: _DataSets, world: World, cell: Cell, limit: float, beat: Path
 ) -> ProbeResult:
     """Measure a cell's steady speed with the real data loading. Collective."""
     import torch
@@ -203,7 +193,7 @@ def _measure(
     watchdog = Watchdog(_WATCH_MINUTES, world.ranks.rank, (), setup_seconds=math.inf)
     with watchdog.watching():
         watched = dataclasses.replace(job, suspended=watchdog.suspended_seconds)
-        steady, steps, waits = _steady_windows(watched, state, batches, most_seconds)
+        steady, steps, waits = _steady_windows(watched, state, batches, limit)
     seconds = steady.mean / steps
     local = _local_seconds(job, state, batches, steps) if world.is_distributed else None
     # An allocator that freed its cache was slow because the memory was full.
