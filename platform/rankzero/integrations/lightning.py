@@ -344,10 +344,8 @@ class RankZeroCallback(Callback):
 
     def _note_metrics_of_one_rank(self, trainer: Trainer) -> None:
         # An object of torchmetrics has the samples of all ranks.
-        logged = [one for one in (trainer._results or {}).values() if one.is_tensor]
-        names = ", ".join(
-            dict.fromkeys(one.meta.name for one in logged if not one.meta.sync.should)
-        )
+        logged = (one.meta for one in (trainer._results or {}).values() if one.is_tensor)
+        names = ", ".join(dict.fromkeys(one.name for one in logged if not one.sync.should))
         if names and trainer.world_size > 1:
             text = f"{names}: the values of rank 0. Log them with sync_dist=True, or reduce them"
             self._run.begin().tell("sync_dist", text)

@@ -30,9 +30,7 @@ def metrics(folder: RunFolder, names: Sequence[str] = ()) -> DataFrame:
 
 def system(folder: RunFolder) -> DataFrame:
     """Return the system metrics by sample; the column ``step`` is the sample's number."""
-    return _table(
-        _cells(event for event in folder.all_events() if isinstance(event, SystemSampled))
-    )
+    return _table(_cells(one for one in folder.all_events() if isinstance(one, SystemSampled)))
 
 
 def _cells(events: Iterable[Event]) -> Iterator[_Cell]:

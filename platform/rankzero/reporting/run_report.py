@@ -187,12 +187,10 @@ def _error(end: RunEnded) -> str:
 
 
 def _checkpoints(name: str, facts: Facts, end: RunEnded, root: Path | None) -> str:
-    steps = sorted(facts.checkpoints)
-    if not steps:
+    if not facts.checkpoints:
         return ""
-    listed = ", ".join(
-        f"{step:,}" + (" (best)" if facts.checkpoints[step] else "") for step in steps
-    )
+    saved = sorted(facts.checkpoints.items())
+    listed = ", ".join(f"{step:,}{' (best)' if is_best else ''}" for step, is_best in saved)
     if provenance.OWN_LOOP in facts.environment:
         return (
             f"{_GAP}### Checkpoints\n\nSteps {listed}. The program continues from the latest if it "

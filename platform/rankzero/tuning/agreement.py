@@ -174,10 +174,8 @@ def _check_began_alike(study: Study, space: Space, options: SearchOptions) -> No
     own = _settings(space, options) if stored else {}
     # A setting that only one of them has is new in the file, or in another version.
     compared = (one for one in {**stored, **own} if one in stored.keys() & own or "[" in one)
-    differing = [one for one in compared if stored.get(one) != own.get(one)]
-    wanted, given = (
-        [f"{key}={of.get(key, 'nothing')}" for key in differing] for of in (stored, own)
-    )
+    changed = [one for one in compared if stored.get(one) != own.get(one)]
+    wanted, given = ([f"{key}={of.get(key, 'nothing')}" for key in changed] for of in (stored, own))
     devices, machines = fact.get("devices", space.devices[:1]), fact.get("machines", 1)
     if (tuple(devices), machines) != (space.devices, space.machines):
         wanted.append(options_of(devices, machines))

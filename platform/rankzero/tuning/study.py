@@ -164,9 +164,7 @@ class Study:
         """Return the cells of the grid over the ranges that no ended trial has. All are finite."""
         grid = {name: _grid_points(found) for name, found in self._distributions.items()}
         tried = [one.parameters for one in self.trials() if one.has_ended and not one.abandoned]
-        cells = (
-            dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())
-        )
+        cells = (dict(zip(grid, one, strict=True)) for one in itertools.product(*grid.values()))
         return [cell for cell in cells if not any(_equal(cell, one) for one in tried)]
 
     def recover(self) -> list[int]:

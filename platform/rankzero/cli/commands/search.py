@@ -77,9 +77,7 @@ def add_experiment_arguments(
         which = f"what to vary, such as batch,lr,workers: {', '.join(knobs.TRAINED)} are trained, "
         which += f"{', '.join(knobs.MEASURED)} measured (default: by the machine and the data)"
         parser.add_argument("--knobs", action="append", metavar="LIST", help=which)
-        silence = (
-            "a trial, or a cell of the probe map, without a sign of life for so long is killed"
-        )
+        silence = "a trial, or a cell of the probe map, with no sign of life for so long is killed"
         parser.add_argument("--silence-seconds", type=float, default=300.0, help=silence)
     clusters.add_clusters(parser)
     if probes:
@@ -114,9 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--challengers", type=int, default=3, help=best)
     parallel = "trials at a time, each on its own GPUs or cores (1)"
     add("--parallel", type=int, default=1, metavar="K", help=parallel)
-    shared = (
-        "a database or journal:///FILE, which machines may share (default: studies.db in --dir)"
-    )
+    shared = "a database or journal:///FILE that machines may share (default: studies.db in --dir)"
     add("--storage", help=shared)
     add("--like", metavar="STUDY", help="begin with the best trials of an earlier study")
     # For rankzero.search, which runs the command: the study's name as JSON.
@@ -430,9 +426,7 @@ def _search_options(arguments: argparse.Namespace) -> SearchOptions:
         raise UserError("--storage is MLflow's database: their tables would clash. Name another")
     if arguments.trials is None and arguments.minutes is None:
         arguments.trials = SearchOptions.trials
-    chosen = {
-        name.name: getattr(arguments, name.name) for name in dataclasses.fields(SearchOptions)
-    }
+    chosen = {one.name: getattr(arguments, one.name) for one in dataclasses.fields(SearchOptions)}
     return SearchOptions(**chosen)
 
 

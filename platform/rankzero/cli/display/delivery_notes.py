@@ -87,9 +87,8 @@ def exit_code(folder: RunFolder) -> int:
 def offline_note(folder: RunFolder) -> str:
     """Return where an offline run is and how to deliver it."""
     path = folder.path
-    where = (
-        os.path.relpath(path) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path
-    )
+    is_below = path.is_absolute() and path.is_relative_to(Path.cwd())
+    where = os.path.relpath(path) if is_below else path
     return f"offline: the run is in {where}; deliver it with: {_sync(folder)}"
 
 

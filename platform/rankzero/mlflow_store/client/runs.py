@@ -293,9 +293,7 @@ def _dataset_input(event: DataDescribed) -> DatasetInput:
         if event.source_type == "local"
         else {"tags": {"mlflow.source.name": event.source}}
     )
-    columns = [
-        {"name": name, "type": kind, "required": True} for name, kind in event.columns.items()
-    ]
+    columns = [{"name": key, "type": kind, "required": True} for key, kind in event.columns.items()]
     dataset = Dataset(
         name=limits.head(event.name, _DATASET_NAME),
         digest=limits.head(event.digest, _DATASET_DIGEST),

@@ -76,14 +76,12 @@ class BatchOrder:
 
     def samples_of(self, last_step: int, steps: int) -> int:
         """Return the samples of the `steps` steps up to `last_step`, over all ranks."""
+        size = self.steps_per_epoch
         if self.lists is None:
-            size = self.steps_per_epoch
             epochs = last_step // size - (last_step - steps) // size
             missing = self.batch_size - self.rest if self.rest else 0
             return steps * self.batch_size - epochs * missing
-        places = (
-            divmod(step, self.steps_per_epoch) for step in range(last_step - steps, last_step)
-        )
+        places = (divmod(step, size) for step in range(last_step - steps, last_step))
         return sum(len(self.lists(epoch)[position]) for epoch, position in places)
 
     def weights(self, step: int, rank: int) -> Sequence[float]:

@@ -19,9 +19,7 @@ from rankzero.training.strategies.base import Strategy
 
 def switching(optimizer: Optimizer) -> list[Any]:
     """Return the parts of an optimizer that exchange weights in ``train()`` and ``eval()``."""
-    return [
-        part for part in parts_of(optimizer) if hasattr(part, "train") and hasattr(part, "eval")
-    ]
+    return [one for one in parts_of(optimizer) if hasattr(one, "train") and hasattr(one, "eval")]
 
 
 class OptimizerAverage:

@@ -104,9 +104,7 @@ def describe(asked: Question) -> ExperimentDescription | Exception:
             answer: ExperimentDescription | Exception = reader.recv()
         except EOFError:
             child.join()
-            return RunFailed(
-                f"the process that reads {asked.reference} ended with {child.exitcode}"
-            )
+            return RunFailed(f"the process reading {asked.reference} ended with {child.exitcode}")
     except Exception as error:  # it could not start, or sent what only it can read
         return error
     # The user's file may hold memory of a GPU, which the first trial needs.
@@ -141,9 +139,7 @@ def _fields(leaves: Sequence[config.Leaf]) -> list[tuple[str, Any, Any]]:
         if members[0].key == name:
             fields.append((f"{name}_", members[0].annotation, members[0].value))
             continue
-        inner = [
-            dataclasses.replace(leaf, key=leaf.key.removeprefix(f"{name}.")) for leaf in members
-        ]
+        inner = [dataclasses.replace(one, key=one.key.removeprefix(f"{name}.")) for one in members]
         group: Any = dataclasses.make_dataclass(name, _fields(inner), frozen=True)
         fields.append((f"{name}_", group, group()))
     return fields

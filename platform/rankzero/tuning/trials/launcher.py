@@ -66,9 +66,8 @@ class TrainLauncher:
         # The study's courier delivers the runs that are listed here.
         self.study.add_child(name)
         request = request_for(folder, experiment, self.environment, is_trial=True)
-        topology = dataclasses.replace(
-            self.topology, processes=processes or self.topology.processes
-        )
+        count = processes or self.topology.processes
+        topology = dataclasses.replace(self.topology, processes=count)
         self.host.run(train, topology, request, folder.path / "logs", folder.path)
         return LaunchedTrial(folder, self.host)
 

@@ -124,9 +124,8 @@ def rows(facts: Mapping[str, Any]) -> list[list[str]]:
         missed = "diverged" if run.diverged else "missed"
         return missed if run.value is None else shown(abs(run.value))
 
-    return [
-        [str(number), ", ".join(map(text, runs))] for number, runs in by_trial(sound(facts)).items()
-    ]
+    found = by_trial(sound(facts))
+    return [[str(number), ", ".join(map(text, runs))] for number, runs in found.items()]
 
 
 def whole_rounds(trials: Sequence[int], stored: Stored) -> list[Mapping[str, Any]]:
@@ -150,16 +149,14 @@ def disturbed(stored: Stored) -> list[int]:
     trials = set.intersection(*map(set, by_seed.values())) if by_seed else set()
     if len(by_seed) < _FEWEST_ROUNDS or len(trials) < 2:
         return []
-    level = {
-        seed: statistics.median(found[one] for one in trials) for seed, found in by_seed.items()
-    }
+    level = {seed: statistics.median(logs[one] for one in trials) for seed, logs in by_seed.items()}
     usual = {
-        one: statistics.median(found[one] - level[seed] for seed, found in by_seed.items())
+        one: statistics.median(logs[one] - level[seed] for seed, logs in by_seed.items())
         for one in trials
     }
     worst = {
-        seed: max(abs(found[one] - level[seed] - usual[one]) for one in trials)
-        for seed, found in by_seed.items()
+        seed: max(abs(logs[one] - level[seed] - usual[one]) for one in trials)
+        for seed, logs in by_seed.items()
     }
     limit = max(_DISTURBANCE, _MUCH * statistics.median(worst.values()))
     timed = {run["seed"] for run in stored if run.get("is_timed", True)}
