@@ -317,8 +317,7 @@ class RankZeroCallback(Callback):
                 # The validation was of the averages, which it puts in the place of the weights.
                 if isinstance(one, _AVERAGING):
                     one.on_save_checkpoint(trainer, pl_module, saved)
-            state = {"model": saved["state_dict"]}
-            self._run.checkpoint(state, self._step(trainer), metrics)
+            self._run.checkpoint({"model": saved["state_dict"]}, self._step(trainer), metrics)
         else:
             self._run.evaluated(metrics, self._step(trainer))
 
