@@ -111,26 +111,32 @@ def measure(
         if most_seconds:
             with _alone(request.results, notify):
                 known = _complete(request, measure_once, until)
+            # The knobs come last: without some of them, the map is whole.
+            whole = dataclasses.replace(request, knobs=()).next_cell(known) is None
             if time.monotonic() > until and request.next_cell(known):
-                # The knobs come last: without some of them, the map is whole.
-                is_cut = dataclasses.replace(request, knobs=()).next_cell(known) is not None
-                found = dataclasses.replace(found, is_cut=found.is_cut or is_cut)
-                so = "rules out no batch size" if is_cut else "leaves some settings of speed"
+                found = dataclasses.replace(found, is_cut=found.is_cut or not whole)
+                so = "leaves some settings of speed" if whole else "rules out no batch size"
                 notify(
                     f"probe  stopped after {most_seconds:.0f} s, a third of --minutes: this search "
                     f"{so}. `rankzero probe` measures the rest for a search with --new"
                 )
-            if vague := sum(_BUSY < one.relative_half_width < math.inf for one in known):
-                notify(
-                    f"probe  {vague} of {len(known)} intervals are above ± {_BUSY:.0%}, as on a "
-                    f"busy machine: delete {request.results} and search with --new to measure again"
-                )
+            _note_vague(request, known, notify)
         elif grid.knee(request.cells(known := _read(request.results, 0))) is None:
             continue
         probe = _result(request, known, notify)
         found.cells.extend(dataclasses.replace(cell, devices=count) for cell in probe.cells)
         found.effects.extend(probe.effects)
     return found
+
+
+def _note_vague(
+    request: ProbeRequest, known: Sequence[ProbeResult], notify: Callable[[str], None]
+) -> None:
+    if vague := sum(_BUSY < one.relative_half_width < math.inf for one in known):
+        notify(
+            f"probe  {vague} of {len(known)} intervals are above ± {_BUSY:.0%}, as on a busy "
+            f"machine: delete {request.results} and search with --new to measure again"
+        )
 
 
 def _request(
