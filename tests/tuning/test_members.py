@@ -45,9 +45,9 @@ def mine(storage: str) -> Iterator[Members]:
 
 def soon(holds: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + 60
-    while not holds() and time.monotonic() < deadline:
+    while not (held := holds()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return holds()
+    return held
 
 
 def test_a_killed_leader_is_dead_at_once_and_the_next_leads(storage: str, mine: Members) -> None:
@@ -82,10 +82,10 @@ def test_members_that_an_older_version_named_are_dead(mine: Members) -> None:
 
 
 def end_sessions(server: str) -> None:
+    """End the sessions that hold locks, and wait until they are gone."""
+    ends = "SELECT pg_terminate_backend(pid, 20000) FROM pg_locks WHERE locktype = 'advisory'"
     with create_engine(server).connect() as store:
-        store.execute(
-            text("SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory'")
-        )
+        store.execute(text(ends))
 
 
 def test_locks_that_a_server_ended_are_taken_again(postgres: str) -> None:
