@@ -269,7 +269,7 @@ def topology_of(
     """Return the processes that the command line asks for. Raises UserError if they cannot run."""
     import torch
 
-    from rankzero.training import strategies
+    from rankzero.training import strategy_check
     from rankzero.training.data.order import micro_batch_size
     from rankzero.training.distributed.device import check_gpus
     from rankzero.training.distributed.watchdog import setup_seconds
@@ -284,7 +284,7 @@ def topology_of(
         raise UserError(f"--max-restarts must be at least 0, got {arguments.max_restarts}")
     check_gpus(processes)
     for count in range(machines.least, machines.most + 1):
-        strategies.check(experiment, processes * count, on_gpu=gpus > 0)
+        strategy_check.check(experiment, processes * count, on_gpu=gpus > 0)
         micro_batch_size(train, ranks.shards(train.strategy, processes * count))
     limit = train.limits.hang_minutes
     silence_seconds = None if limit is None else 60 * limit

@@ -7,29 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.ranks import SAME_SAMPLES
+from rankzero.training import strategy_check
 from rankzero.training.data.batch import channels_last
 from rankzero.training.distributed.world import World
 from rankzero.training.strategies.base import Measure, Strategy
 from rankzero.training.strategies.compiled_call import compile_whole
-
-_REFUSED = (
-    ("compile", "true", "false", ("dp", "tp", "pp")),
-    ("recompute", "true", "false", ("dp", "pp")),
-    ("channels_last", "true", "false", ("fsdp", "tp", "pp")),
-    # A pipeline takes batches of one size.
-    ("drop_last", "false", "true", ("pp",)),
-    # The loss scaler refuses a mixture of plain tensors and DTensors.
-    ("precision", "fp16", "bf16", SAME_SAMPLES),
-)
-"""Settings, their values that these strategies do not take, and what to set."""
-NO_PLAN = (
-    "train.strategy=tp needs the experiment to say how its layers are divided: def "
-    "parallelize(self): return {'layer.name': ColwiseParallel(), …}, as "
-    "torch.distributed.tensor.parallel.parallelize_module takes it"
-)
 
 
 def layout(name: str, world_size: int) -> str:
@@ -54,7 +38,7 @@ def build(
     of processes.
     """
     train = experiment.train
-    check(experiment, world.size, on_gpu=world.device.type == "cuda")
+    strategy_check.check(experiment, world.size, on_gpu=world.device.type == "cuda")
     # Each strategy imports its own part of torch.distributed, which takes time.
     if train.recompute:
         from rankzero.training.strategies import units
@@ -89,30 +73,6 @@ def build(
             from rankzero.training.strategies import pipeline
 
             return pipeline.build(experiment, model, world, measure, example)
-
-
-def check(experiment: Experiment, processes: int, *, on_gpu: bool) -> None:
-    """Raise UserError if the strategy cannot train the experiment in so many processes."""
-    train, strategy = experiment.train, experiment.train.strategy
-    for setting, value, instead, refusing in _REFUSED:
-        if strategy in refusing and str(getattr(train, setting)).lower() == value:
-            raise UserError(
-                f"train.{setting}={value} and train.strategy={strategy} do not go together: set "
-                f"train.{setting}={instead}"
-            )
-    if strategy == "dp" and not on_gpu:
-        raise UserError(
-            "train.strategy=dp divides a batch among GPUs, and there is none: use ddp, which runs "
-            "on CPUs, too"
-        )
-    if strategy in ("single", "dp") and processes > 1:
-        raise UserError(
-            f"train.strategy={strategy} is one process, not {processes}: give --nproc 1 on one "
-            "machine, or use ddp"
-        )
-    # Only a rank may call it: the plan may ask the process group, or for what `model()` has made.
-    if strategy == "tp" and type(experiment).parallelize is Experiment.parallelize:
-        raise UserError(NO_PLAN)
 
 
 def _channels_last(_: nn.Module, args: Any, kwargs: Any) -> Any:

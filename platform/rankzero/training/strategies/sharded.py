@@ -32,7 +32,7 @@ from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.training.distributed.world import World
 from rankzero.training.optimization import optimizers
-from rankzero.training.strategies import NO_PLAN, parameter_names, shared_weights
+from rankzero.training.strategies import parameter_names, shared_weights
 from rankzero.training.strategies.base import (
     Metrics,
     MicroBatchStep,
@@ -43,6 +43,7 @@ from rankzero.training.strategies.base import (
     with_versions,
 )
 from rankzero.training.strategies.units import units
+from rankzero.training.strategy_check import NO_PLAN
 
 _GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _SCATTER = StateDictOptions(full_state_dict=True)

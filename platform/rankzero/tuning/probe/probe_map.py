@@ -115,7 +115,7 @@ def measure(
             whole = dataclasses.replace(request, knobs=()).next_cell(known) is None
             if time.monotonic() > until and request.next_cell(known):
                 found = dataclasses.replace(found, is_cut=found.is_cut or not whole)
-                so = "leaves some settings of speed" if whole else "rules out no batch size"
+                so = "leaves settings of speed undecided" if whole else "rules out no batch size"
                 notify(
                     f"probe  stopped after {most_seconds:.0f} s, a third of --minutes: this search "
                     f"{so}. `rankzero probe` measures the rest for a search with --new"

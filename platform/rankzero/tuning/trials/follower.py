@@ -37,7 +37,8 @@ from rankzero.tuning.trials.silence import Silence
 _TICK_SECONDS = 0.05
 _ASK_SECONDS = 1.0  # until a free launcher asks again, if no trial ends before
 GIVE_UP_SECONDS = 60.0  # from the kill of a silent trial, or cell, to the end of its host
-_DIVERGED = "diverged"  # a fact of a trial, and its state for people
+DIVERGED = "diverged"
+"""A fact of a trial, and its state for people."""
 # A trial is measured and not kept.
 _TRIAL_SETTINGS = {
     "train.checkpoints.save_every": 0,
@@ -270,8 +271,8 @@ def complete(curve: LearningCurve, objective: Objective) -> TrialResult:
 
 def state_text(trial: Trial) -> str:
     """Return a trial's state for people: "missed" and "diverged" are states, too."""
-    if trial.facts.get(_DIVERGED):
-        return _DIVERGED
+    if trial.facts.get(DIVERGED):
+        return DIVERGED
     return "missed" if trial.state == "COMPLETE" and not trial.feasible else trial.state
 
 
@@ -294,7 +295,7 @@ def facts(result: TrialResult, experiment: Experiment, label: str, devices: int)
     known = {
         "run": label,
         "reason": result.reason,
-        _DIVERGED: result.diverged or None,
+        DIVERGED: result.diverged or None,
         "batch_size": settings["train.batch_size"],
         "precision": settings["train.precision"],
         "lr": settings["lr"],

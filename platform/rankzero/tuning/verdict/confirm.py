@@ -15,7 +15,7 @@ from rankzero.tuning.next_trial import reference_trial
 from rankzero.tuning.objective import MEMORY, Objective
 from rankzero.tuning.space import BATCH_INDEX, DEVICES, FACTOR, PRECISION, SPEED, Space
 from rankzero.tuning.trial import Trial, Trials
-from rankzero.tuning.trials.follower import TrialResult
+from rankzero.tuning.trials.follower import DIVERGED, TrialResult
 from rankzero.tuning.verdict.decide import Candidate, ConfirmationRun
 
 NEW_SEED = 1000
@@ -177,7 +177,7 @@ def candidates_of(
     # Without challengers there was nothing to confirm, so the reference's trial is its only run.
     facts, value = reference.facts, reference.value if reference.feasible else None
     speed = facts.get("samples_per_second")
-    diverged = bool(facts.get("diverged"))
+    diverged = bool(facts.get(DIVERGED))
     alone = ConfirmationRun(reference.number, 0, value, facts.get("best"), speed, diverged=diverged)
     confirmed.setdefault(reference.number, [alone])
     own, *challengers = (
