@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed-$(shell cksum < requirements.lock | cut -d' ' -f1)
 
-.PHONY: setup demo screenshots test test-slow test-cluster test-with-slurm test-with-ray-cluster test-integrations docs torture soak fuzz check lint audit format bench lock tables clean
+.PHONY: setup demo screenshots test test-slow test-cluster test-machines test-wheel test-with-ray-cluster test-integrations docs torture soak fuzz check lint audit format bench lock tables clean
 .PHONY: test-with-integrations test-with-keras test-with-deepspeed test-with-ray test-with-composer test-with-horovod test-contracts test-scripts
 .PHONY: environment-integrations environment-keras environment-deepspeed environment-ray environment-composer environment-horovod
 
@@ -38,15 +38,19 @@ screenshots: setup
 	RANKZERO_SCREENSHOTS=$(CURDIR)/.screenshots $(BIN)/pytest -m slow tests/cli/commands/test_ui.py
 	for image in docs/images/*.png; do cp .screenshots/$${image##*/} $$image; done
 
-# Real clusters on this machine; but for Ray's environment no network is needed: Debian's Slurm in namespaces, a team's store of PostgreSQL and moto's S3,
-# Ray's daemons. Needs root, slurmctld, slurmd, slurm-client, munge, iproute2. Most of the time they wait: make -j2 -O.
-test-cluster: test-with-slurm test-with-ray-cluster
+# Other machines, on this one; but for Ray's environment no network is needed: networks and containers in namespaces, Debian's Slurm in them,
+# a team's store of PostgreSQL and moto's S3, Ray's daemons. Needs root, slurmctld, slurmd, slurm-client, munge, iproute2. Most of the time they wait: make -j2 -O.
+test-cluster: test-machines test-with-ray-cluster
 
-test-with-slurm: setup
+test-machines: setup
 	$(BIN)/pytest -m cluster --numprocesses 2 --dist loadfile --durations 10
 
 test-with-ray-cluster: environment-ray
 	.venv-ray/bin/python -m pytest tests/frameworks/test_ray_search.py --durations 5
+
+# What users install.
+test-wheel: setup
+	$(BIN)/pytest tests/test_wheel.py
 
 # The adapters against the real frameworks, which are extras. TensorFlow, DeepSpeed, Ray and Composer have environments of their own:
 # whoever finds them imports them, too. What needs Debian's openmpi-bin or a C++ compiler says so where it is skipped.

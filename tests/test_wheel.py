@@ -88,10 +88,9 @@ def environment() -> Iterator[Path]:
         yield Path(folder) / "environment"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "version", [OWN, *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS)]
-)
+@pytest.mark.parametrize("version", [OWN, *OTHERS])
 def test_installed_wheel_trains_and_shows_a_new_experiment(
     version: str, wheel: Path, environment: Path, tmp_path: Path
 ) -> None:

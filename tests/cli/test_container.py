@@ -23,6 +23,7 @@ SCRIPT = f"""#!/bin/sh
 {sys.executable} -m rankzero train {TINY} train.steps=10 --run-name r --nproc 1 "$@"
 """
 
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 NO_MODEL = "train.mlflow.log_model=false"
 
 
@@ -52,7 +53,6 @@ def runs_after(folder: Path, *words: str, **environ: str) -> list[tuple[str, str
         return store.execute("SELECT name, status FROM runs").fetchall()
 
 
-@pytest.mark.timeout(240)
 def test_its_end_is_in_mlflow_before_the_container_goes(
     script: Path, tmp_path: Path, new_store: Path
 ) -> None:
@@ -68,7 +68,6 @@ def test_its_end_is_in_mlflow_before_the_container_goes(
         assert runs_after(folder, *words) == [("r", "FINISHED")], words
 
 
-@pytest.mark.timeout(240)
 def test_a_command_that_does_not_wait_leaves_it_to_sync(
     script: Path, tmp_path: Path, new_store: Path
 ) -> None:

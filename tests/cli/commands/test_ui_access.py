@@ -260,6 +260,7 @@ def routes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
     return [(method, path) for method, path in json.loads(done.stdout)]
 
 
+@pytest.mark.cluster
 def test_default_serves_only_this_machine_and_no_other_site(served: Served) -> None:
     """No password. A tunnel ends on this machine; 127.0.0.2 is another address of it."""
     address = served.address
@@ -277,6 +278,7 @@ def test_default_serves_only_this_machine_and_no_other_site(served: Served) -> N
     assert answers == ["200", "200", "403", "403", "403", "403", "unreachable"]
 
 
+@pytest.mark.cluster
 def test_other_hosts_need_a_password_and_so_does_this_one(served: Served) -> None:
     """A user with it is still no other site's page, and comes by this machine's name."""
     _check_password(served, f"http://127.0.0.1:{served.shared}")
@@ -285,6 +287,7 @@ def test_other_hosts_need_a_password_and_so_does_this_one(served: Served) -> Non
     ) == ["200"]
 
 
+@pytest.mark.cluster
 def test_every_route_but_the_public_ones_needs_the_password(
     served: Served, routes: list[tuple[str, str]]
 ) -> None:
@@ -304,6 +307,7 @@ def test_every_route_but_the_public_ones_needs_the_password(
     }
 
 
+@pytest.mark.cluster
 def test_public_routes_reveal_nothing_of_the_store(served: Served) -> None:
     found = {
         path: answered(served.shared, "GET", path) for path in (*PUBLIC, f"{STATIC}index.html")
@@ -322,11 +326,13 @@ def test_public_routes_reveal_nothing_of_the_store(served: Served) -> None:
     assert str(served.folder).encode() not in found[f"{STATIC}index.html"][1]
 
 
+@pytest.mark.cluster
 def test_insecure_serves_everyone_but_no_other_site(served: Served) -> None:
     assert f"insecure: anyone who reaches 0.0.0.0:{served.insecure}" in served.warning
     _check_insecure(f"http://127.0.0.1:{served.insecure}")
 
 
+@pytest.mark.cluster
 def test_access_from_another_machine(served: Served, elsewhere: int) -> None:
     """None by default, those with the password beyond that, everybody with --insecure."""
     assert asked((f"http://{HERE}:{served.lone}{SEARCH}", "", {}, None), inside=elsewhere) == [
@@ -336,6 +342,7 @@ def test_access_from_another_machine(served: Served, elsewhere: int) -> None:
     _check_insecure(f"http://{HERE}:{served.insecure}", elsewhere)
 
 
+@pytest.mark.cluster
 def test_password_is_stored_nowhere_and_users_are_private(served: Served) -> None:
     mlruns, password = served.folder / "mlruns", served.me.partition(":")[2]
     assert all(

@@ -24,7 +24,7 @@ from support import srun_of_two
 from support.commands import TINY, events, last_end, wait_until
 from support.remote_trials import QUICK, assert_a_prune_stops_it, ended, launcher_for, run, started
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
