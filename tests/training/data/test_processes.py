@@ -159,6 +159,13 @@ def test_an_error_in_collate_names_its_line_and_samples(workers: int) -> None:
     assert re.fullmatch(pattern, str(caught.value))
 
 
+def test_a_batch_that_cannot_be_sent_is_an_error_with_its_cause() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    batches = feed([1.0] * 4, 1, lambda samples: weight * 2).eval_batches(2, 0, 1)
+    with pytest.raises(DescribedError, match=r"Cowardly refusing .*: .* batch, a Tensor: return"):
+        next(batches)
+
+
 @dataclasses.dataclass(frozen=True)
 class Pair:
     x: Any

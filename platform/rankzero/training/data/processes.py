@@ -11,11 +11,13 @@ import dataclasses
 import fcntl
 import functools
 import multiprocessing
+import multiprocessing.queues
 import os
 import signal
 import stat
 import sys
 import threading
+import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from rankzero.launch import signals
+from rankzero.launch import failures, signals
 from rankzero.launch.failures import DescribedError, Failure
 from rankzero.run_store import lock_files
 from rankzero.training.data.batch import map_tensors
@@ -134,6 +136,22 @@ def _begin(_worker: int) -> None:
         threading.Thread(target=_obey, args=(rank.pid,), name="obey", daemon=True).start()
     threading.Thread(target=_end_with, args=(rank,), name="rank", daemon=True).start()
     sys.excepthook = functools.partial(_except_of_a_killed_rank, sys.excepthook)
+    queue: Any = multiprocessing.queues.Queue  # its method is private, as in Python 3.11
+    queue._on_queue_feeder_error = _send_error
+
+
+def _send_error(queue: Any, error: Exception, unsent: Any) -> None:
+    """Send the error of a batch that cannot be sent: multiprocessing would only print it."""
+    if not isinstance(unsent, tuple) or not isinstance(unsent[-1], _Loaded):
+        traceback.print_exception(error)
+        return
+    found = failures.describe(error, 0)
+    text = (
+        f"{found.reason}: a loading process cannot send this batch, a "
+        f"{type(unsent[-1].item[0]).__name__}: return tensors and plain values from collate(), "
+        "or set train.workers=0"
+    )
+    queue.put((*unsent[:-1], _Loaded(dataclasses.replace(found, reason=text))))
 
 
 def _except_of_a_killed_rank(report: Any, kind: Any, error: BaseException, trace: Any) -> None:
