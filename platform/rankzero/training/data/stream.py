@@ -393,14 +393,16 @@ class _Reader:
     def _read(self, place: _Place) -> Iterator[Any]:
         stream, inner, kept = self.stream, place.inner, place.position
         while True:
+            self._seed(0)
             if hasattr(stream, "set_epoch"):
                 stream.set_epoch(self._epoch)
             if inner is not None:
                 stream.load_state_dict(_unpacked(inner))
-            self._seed()
+            # As at the epoch's start, also after a resume: an order that is drawn here is the same.
+            self._seed(0)
             iterator, inner = iter(stream), None
             while True:
-                self._seed()
+                self._seed(self._position)
                 try:
                     sample = next(iterator)
                 except StopIteration:
@@ -435,9 +437,9 @@ class _Reader:
                 "__iter__ leaves out: let it return how many __iter__ yields"
             )
 
-    def _seed(self) -> None:
+    def _seed(self, position: int) -> None:
         # All of them: a stream cannot be read again, so nobody can learn which ones it uses.
-        seed_all(mix(self.maker.seed, self._epoch, self._position, self.salt))
+        seed_all(mix(self.maker.seed, self._epoch, position, self.salt))
 
 
 def _own_shards(stream: Any, rank: int, ranks: int, worker: int, workers: int) -> Any:
