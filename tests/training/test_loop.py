@@ -420,6 +420,29 @@ def test_another_batch_size_cannot_resume(train: Trainer) -> None:
         train(tiny(train__steps=9, train__batch_size=16))
 
 
+def test_a_stream_of_another_length_resumes_with_a_notice(train: Trainer, tmp_path: Path) -> None:
+    class Sized(IterableDataset[Any]):
+        length = 64
+
+        def __len__(self) -> int:
+            return self.length
+
+        def __iter__(self) -> Iterator[Any]:
+            return ((torch.ones(8), 0) for _ in range(64))
+
+    class Streaming(type(tiny())):  # type: ignore[misc]
+        def data(self) -> Any:
+            return Sized(), super().data()[1]
+
+    experiment = override(Streaming(), {"train.epochs": 1, "train.workers": 0})
+    stopped = train(experiment, tmp_path)
+    Sized.length = 128
+    job, state = build(experiment, stopped.job.world)
+    notices: list[str] = []
+    restore.newest(tmp_path / "checkpoints", job, state, notices.append)
+    assert "had 64 samples, now it has 128" in notices[0] and state.step == 2
+
+
 def test_another_model_cannot_resume(train: Trainer) -> None:
     train(tiny(train__steps=5))
     with pytest.raises(UserError, match=r"^step_00000005: .* does not fit"):

@@ -136,6 +136,26 @@ def test_a_stream_that_divides_itself_is_left_alone() -> None:
         assert len({row[1] for row in found}) == 48
 
 
+def test_the_length_of_a_stream_that_divides_itself_is_that_of_a_rank() -> None:
+    class Share(Divided):
+        def __len__(self) -> int:
+            return 26
+
+    class Tars(Share):
+        """With a `with_length()`, which names the samples of all ranks."""
+
+        __module__ = "webdataset.compat"
+
+    world: Any = SimpleNamespace(gather=lambda _: torch.tensor([[26], [22]]))
+    experiment = Experiment(train=Train(batch_size=4, epochs=1))
+    assert sets.batch_order(experiment, world, Share(0, 2), 2).steps_per_epoch == 12
+    assert sets.batch_order(experiment, world, Tars(0, 2), 2).steps_per_epoch == 6
+    world.is_distributed, world.ranks_that_differ = True, lambda _: []
+    sets.check_same(world, "data()", {"training": Share(0, 2)}, None)
+    with pytest.raises(UserError, match="26 samples on rank 0; 22 samples on rank 1"):
+        sets.check_same(world, "data()", {"training": Tars(0, 2)}, None)
+
+
 class Sized:
     """Says that it has `length` samples."""
 
@@ -156,6 +176,22 @@ def test_a_stream_that_divides_itself_silently_is_refused(workers: int) -> None:
         list(batches(loader_of(Sized(range(1, 63, 2), 63), workers), 1, 2, 10))
     with pytest.raises((UserError, DescribedError), match=says):
         list(loader_of(Sized(range(1, 63, 2), 63), workers).eval_batches(4, 1, 2))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_divides_itself_counts_no_other_ranks(workers: int) -> None:
+    class Whole(Divided):
+        length = 48
+
+        def __len__(self) -> int:
+            return self.length
+
+    with pytest.raises(DescribedError, match=r"48 samples.* one of .*the samples of one rank"):
+        list(batches(loader_of(Whole(0, 2), workers), 0, 2, 13))
+    Whole.length = 24
+    assert len(list(batches(loader_of(Whole(0, 2), workers), 0, 2, 13))) == 13
+    Whole.length = 48
+    assert len(list(batches(loader_of(Whole(0, 1), workers), 0, 1, 13))) == 13
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,9 @@ def _continue_from(
             "and draw from the generator"
         )
     if isinstance(job.train_loader, StreamLoader):
+        had, has = saved["samples"], job.batch_order.samples
+        if had != has:
+            yield f"an epoch of the stream had {had} samples, now it has {has}: at.epoch may change"
         streams, same_layout = saved.get("streams", []), saved.get("layout") == _layout(job)
         rank = job.world.ranks.rank
         inexact = job.train_loader.resume(streams, rank, same_layout=same_layout)
@@ -152,9 +155,11 @@ def apply(saved: dict[str, Any], job: TrainingContext, state: State) -> None:
             f"the checkpoint holds no {', '.join(missing)}: it was not written by `rankzero "
             "train`, or by another version; start a new run instead"
         )
+    # The length of a stream decides no order. If it divides itself, the ranks may round theirs up.
+    is_stream = isinstance(job.train_loader, StreamLoader)
     for name, mine, text in (
         ("batch_size", job.batch_order.batch_size, "batch_size"),
-        ("samples", job.batch_order.samples, "samples"),
+        ("samples", saved["samples"] if is_stream else job.batch_order.samples, "samples"),
         ("lists", job.batch_order.list_count, "lists of batches() in an epoch:"),
         ("rest", job.batch_order.rest, "samples in a smaller last batch (train.drop_last):"),
     ):

@@ -100,9 +100,8 @@ def context(group: str) -> str:
 def check_same(world: World, method: str, sets: Mapping[str, Any], workers: int | None) -> None:
     """Raise UserError if names or lengths differ between ranks, or if a stream is unusable.
 
-    `workers`: the setting `train.workers`. Collective.
-
-    Ranks with other data would train on other batches, or wait for each other without end.
+    `workers`: the setting `train.workers`. Collective. Ranks with other data would train on other
+    batches, or wait for each other without end.
     """
     for name, one in sets.items():
         if is_stream(one):
@@ -117,8 +116,9 @@ def check_same(world: World, method: str, sets: Mapping[str, Any], workers: int 
     if not sets:
         return
     lengths = world.gather(torch.tensor([length_of(one) for one in sets.values()]))
-    for number, name in enumerate(sets):
-        check_same_lengths(name, lengths[:, number].tolist(), method)
+    for number, (name, one) in enumerate(sets.items()):
+        if not stream.counts_a_share(one):
+            check_same_lengths(name, lengths[:, number].tolist(), method)
 
 
 def differences(world: World, described: Sequence[DataDescribed]) -> Iterator[str]:
@@ -142,7 +142,10 @@ def batch_order(experiment: Experiment, world: World, train_set: Any, shards: in
     if is_stream(train_set):
         if choose is not None and choose(0, torch.Generator()) is not None:
             raise UserError("batches() chooses by index, but the training set is a stream")
-        return make_stream_order(experiment.train, length_of(train_set), shards)
+        samples = length_of(train_set)
+        if stream.counts_a_share(train_set):
+            samples = int(world.gather(torch.tensor([samples])).sum())
+        return make_stream_order(experiment.train, samples, shards)
     order = make_batch_order(experiment.train, len(train_set), shards, choose)
     if experiment.lockstep and order.rest % shards:
         raise UserError(

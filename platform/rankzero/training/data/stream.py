@@ -53,6 +53,16 @@ _OTHER_ORDERS = (
     "differs, they train on some samples twice and on others never; shuffle with a seed, such as "
     "self.train.seed, or let the stream divide itself and set divided = True on it"
 )
+_DIVIDED_TWICE = (
+    "the stream says that it has {length} samples, and an epoch had {read} on a rank: it divides "
+    "itself among the ranks, and RankZero divides it, too; set divided = True on it, or let every "
+    "rank read all samples. Or __len__ counts samples that __iter__ leaves out: let it return how "
+    "many __iter__ yields"
+)
+_COUNTS_ALL = (
+    "the stream says that it has {length} samples, and an epoch had {read} in one of {shares} "
+    "processes: with divided = True, let __len__ return the samples of one rank"
+)
 
 
 def is_stream(dataset: Any) -> bool:
@@ -106,6 +116,13 @@ def _are_columns(arrays: tuple[Any, ...]) -> bool:
 def is_empty(dataset: Any) -> bool:
     """Return whether a data set has no samples. A stream may not know its length."""
     return not is_stream(dataset) and len(dataset) == 0
+
+
+def counts_a_share(dataset: Any) -> bool:
+    """Return whether the length of a stream is that of this rank's share."""
+    # People pass the samples of all ranks to with_length() of a WebDataset.
+    is_divided = is_stream(dataset) and getattr(dataset, "divided", False)
+    return bool(is_divided) and not _is_of(dataset, "webdataset")
 
 
 def check(name: str, dataset: Any, *, is_distributed: bool, workers: int | None = None) -> None:
@@ -328,12 +345,13 @@ class _Part(IterableDataset[Any]):
         if _is_hugging_face(stream):
             stream = _own_shards(stream, self.maker.rank, self.ranks, worker, workers)
             divides_itself = True
-        part, parts, salt, ranks = number, self.ranks * workers, 0, self.ranks
+        part, parts, salt, shares = number, self.ranks * workers, 0, self.ranks
         if divides_itself:
-            part, parts, salt, ranks = 0, 1, number + 1, 1
+            shares = parts if self.ranks > 1 and counts_a_share(stream) else 1
+            part, parts, salt = 0, 1, number + 1
         maker = dataclasses.replace(self.maker, rank=number)
         place, is_endless = self.places[worker] if self.places else _Place(), bool(self.places)
-        reader = _Reader(stream, maker, part, parts, salt, place, is_endless, ranks)
+        reader = _Reader(stream, maker, part, parts, salt, place, is_endless, shares)
         # The batches come from one process after the other. These were read in the last attempt.
         if worker < self.read % workers:
             yield None
@@ -361,8 +379,8 @@ class _Reader:
     place: _Place
     """After the last batch."""
     is_endless: bool
-    ranks: int
-    """Among which the parts are divided here; 1 if the stream divides itself."""
+    shares: int
+    """The length divided by it is no legal size of the first epoch; 1 if every size is legal."""
 
     def __post_init__(self) -> None:
         self._epoch, self._position = self.place.epoch, self.place.position
@@ -426,16 +444,12 @@ class _Reader:
             self._epoch, self._position, kept = self._epoch + 1, 0, 0
 
     def _refuse_a_share(self) -> None:
-        """Raise UserError if the first epoch was a rank's share, which is divided again here."""
+        """Raise UserError if the first epoch was a share of the length, which is not expected."""
         length, read = length_of(self.stream), self._position
-        is_share = read < length and abs(read * self.ranks - length) < self.ranks
-        if self.ranks > 1 and not self._epoch and is_share:
-            raise UserError(
-                f"the stream says that it has {length} samples, and an epoch had {read} on a rank: "
-                "it divides itself among the ranks, and RankZero divides it, too; set divided = "
-                "True on it, or let every rank read all samples. Or __len__ counts samples that "
-                "__iter__ leaves out: let it return how many __iter__ yields"
-            )
+        is_share = read < length and abs(read * self.shares - length) < self.shares
+        if self.shares > 1 and not self._epoch and is_share:
+            why = _COUNTS_ALL if self.parts == 1 else _DIVIDED_TWICE
+            raise UserError(why.format(length=length, read=read, shares=self.shares))
 
     def _seed(self, position: int) -> None:
         # All of them: a stream cannot be read again, so nobody can learn which ones it uses.
