@@ -73,14 +73,16 @@ def test_hugging_face_streams_are_divided_and_resumed(
 
 def test_a_shuffle_without_a_seed_is_refused(tmp_path: Path) -> None:
     plain = hugging_face(tmp_path, shuffled=False)
-    check("training", plain.shuffle(seed=0, buffer_size=5).take(9), is_distributed=True)
+    check(
+        "training", plain.shuffle(seed=0, buffer_size=5).take(9), is_distributed=True, train=Train()
+    )
     with pytest.raises(UserError, match="a Hugging Face stream that shuffles without a seed"):
-        check("training", plain.shuffle(buffer_size=5).take(9), is_distributed=True)
+        check("training", plain.shuffle(buffer_size=5).take(9), is_distributed=True, train=Train())
     wds = pytest.importorskip("webdataset")
     tars = wds.WebDataset(["0.tar"], shardshuffle=4, nodesplitter=None)
-    check("training", tars.shuffle(9, seed=0).decode(), is_distributed=True)
+    check("training", tars.shuffle(9, seed=0).decode(), is_distributed=True, train=Train())
     with pytest.raises(UserError, match="a WebDataset that shuffles without a seed"):
-        check("training", tars.shuffle(9).decode(), is_distributed=False)
+        check("training", tars.shuffle(9).decode(), is_distributed=False, train=Train())
 
 
 @pytest.mark.filterwarnings(

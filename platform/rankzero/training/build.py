@@ -123,7 +123,7 @@ def _batch_order(
 ) -> BatchOrder:
     """Return the order, after a check that all ranks have the same data. Collective."""
     named = {sets.context(group): one for group, one in val_sets.items()}
-    sets.check_same(world, "data()", {"training": train_set, **named}, experiment.train.workers)
+    sets.check_same(world, "data()", {"training": train_set, **named}, experiment.train)
     shards = ranks.shards(experiment.train.strategy, world.size)
     return sets.batch_order(experiment, world, train_set, shards)
 

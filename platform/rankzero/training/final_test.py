@@ -47,7 +47,7 @@ def load_sets(experiment: Experiment, world: World) -> dict[str, Any]:
     if empty:
         raise UserError(f"test() returned an empty data set for {empty[0]}: return None for none")
     if type(experiment).test is not Experiment.test:
-        sets.check_same(world, "test()", found, experiment.train.workers)
+        sets.check_same(world, "test()", found, experiment.train)
     return found
 
 

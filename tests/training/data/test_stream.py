@@ -151,9 +151,17 @@ def test_the_length_of_a_stream_that_divides_itself_is_that_of_a_rank() -> None:
     assert sets.batch_order(experiment, world, Share(0, 2), 2).steps_per_epoch == 12
     assert sets.batch_order(experiment, world, Tars(0, 2), 2).steps_per_epoch == 6
     world.is_distributed, world.ranks_that_differ = True, lambda _: []
-    sets.check_same(world, "data()", {"training": Share(0, 2)}, None)
+    sets.check_same(world, "data()", {"training": Share(0, 2)}, Train())
     with pytest.raises(UserError, match="26 samples on rank 0; 22 samples on rank 1"):
-        sets.check_same(world, "data()", {"training": Tars(0, 2)}, None)
+        sets.check_same(world, "data()", {"training": Tars(0, 2)}, Train())
+
+
+@pytest.mark.parametrize("strategy", ["tp", "pp"])
+def test_a_stream_that_divides_itself_is_refused_where_ranks_share_samples(strategy: Any) -> None:
+    train = Train(strategy=strategy)
+    with pytest.raises(UserError, match=f"divided = True, and under train.strategy={strategy} all"):
+        check("training", Divided(0, 2), is_distributed=True, train=train)
+    check("training", Divided(0, 1), is_distributed=False, train=train)
 
 
 class Sized:
@@ -354,14 +362,14 @@ def test_the_shuffle_buffer_of_a_hugging_face_stream_is_not_saved(
     problem = loader.resume([state], 0, same_layout=True)
     assert "not exact" in problem and "leaves out its shuffle buffer" in problem
     assert torch.equal(loader.state(), state), "the place is restored"
-    check("training", shuffled, is_distributed=True)
+    check("training", shuffled, is_distributed=True, train=Train())
     BufferShuffledExamplesIterable.generator = np.random.default_rng()
     with pytest.raises(UserError, match=r"a Hugging Face stream that .*pass seed=.* interleaves"):
-        check("training", shuffled, is_distributed=True)
-    check("training", shuffled, is_distributed=False)
+        check("training", shuffled, is_distributed=True, train=Train())
+    check("training", shuffled, is_distributed=False, train=Train())
     assert loader.resume([state], 0, same_layout=True).endswith("shuffles without a seed")
     monkeypatch.setattr(np, "__version__", "1.26.4")  # whose copies of a generator have no seed
-    check("training", shuffled, is_distributed=True)
+    check("training", shuffled, is_distributed=True, train=Train())
 
 
 @pytest.mark.parametrize(("ranks", "workers"), LAYOUTS)
@@ -387,7 +395,7 @@ def test_a_stream_that_is_too_short_or_cannot_be_read_twice_is_refused() -> None
 @pytest.mark.parametrize("once", [iter([1]), (x for x in [1]), map(int, [1])])
 def test_an_iterator_that_nothing_can_begin_again_is_refused(once: Any) -> None:
     with pytest.raises(UserError, match=r"the validation set is a .*, which can be read only once"):
-        sets.check_same(ALONE, "data()", {"training": [1], "validation": once}, None)
+        sets.check_same(ALONE, "data()", {"training": [1], "validation": once}, Train())
 
     class Again:
         def __iter__(self) -> Any:
@@ -397,7 +405,7 @@ def test_an_iterator_that_nothing_can_begin_again_is_refused(once: Any) -> None:
         def __next__(self) -> int:
             raise StopIteration
 
-    sets.check_same(ALONE, "data()", {"training": [1], "validation": Again()}, None)
+    sets.check_same(ALONE, "data()", {"training": [1], "validation": Again()}, Train())
 
 
 def test_tars_that_divide_themselves_or_shuffle_without_a_seed_are_refused() -> None:
@@ -416,23 +424,28 @@ def test_tars_that_divide_themselves_or_shuffle_without_a_seed_are_refused() -> 
 
     tars = Tars(split_by_node)
     with pytest.raises(UserError, match=r"WebDataset with split_by_node.* set divided = True"):
-        check("training", tars, is_distributed=True)
-    check("training", tars, is_distributed=False)
-    check("training", Tars(), is_distributed=True)
+        check("training", tars, is_distributed=True, train=Train())
+    check("training", tars, is_distributed=False, train=Train())
+    check("training", Tars(), is_distributed=True, train=Train())
 
     def _shuffle(data: Any, **options: Any) -> Any:
         return data
 
     for options in ({"seed": 0}, {"rng": random.Random(1)}):
-        check("training", Tars(SimpleNamespace(f=_shuffle, kw=options)), is_distributed=True)
+        check(
+            "training",
+            Tars(SimpleNamespace(f=_shuffle, kw=options)),
+            is_distributed=True,
+            train=Train(),
+        )
     stage = SimpleNamespace(f=_shuffle, args=(1000, 100, random.Random(1)), kw={})
-    check("training", Tars(stage), is_distributed=True)
+    check("training", Tars(stage), is_distributed=True, train=Train())
     tars.pipeline = [SimpleNamespace(f=_shuffle, kw={})]
     with pytest.raises(UserError, match=r"a WebDataset that shuffles without a seed.*pass rng="):
-        check("training", tars, is_distributed=False)
-    sets.check_same(ALONE, "data()", {"training": tars}, workers=1)
+        check("training", tars, is_distributed=False, train=Train())
+    sets.check_same(ALONE, "data()", {"training": tars}, Train(workers=1))
     tars.divided = True
-    check("training", tars, is_distributed=True)
+    check("training", tars, is_distributed=True, train=Train())
 
 
 def test_an_example_batch_of_a_pipeline_leaves_the_stream_at_its_place() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from rankzero.errors import UserError
 from rankzero.events import DataDescribed
-from rankzero.experiment import Experiment, Goal
+from rankzero.experiment import Experiment, Goal, Train
 from rankzero.training.data import stream
 from rankzero.training.data.order import (
     BatchOrder,
@@ -97,15 +97,15 @@ def context(group: str) -> str:
     return group.replace("val", "validation", 1) if group.startswith("val") else group
 
 
-def check_same(world: World, method: str, sets: Mapping[str, Any], workers: int | None) -> None:
+def check_same(world: World, method: str, sets: Mapping[str, Any], train: Train) -> None:
     """Raise UserError if names or lengths differ between ranks, or if a stream is unusable.
 
-    `workers`: the setting `train.workers`. Collective. Ranks with other data would train on other
-    batches, or wait for each other without end.
+    Collective. Ranks with other data would train on other batches, or wait for each other without
+    end.
     """
     for name, one in sets.items():
         if is_stream(one):
-            stream.check(name, one, is_distributed=world.is_distributed, workers=workers)
+            stream.check(name, one, is_distributed=world.is_distributed, train=train)
     names = zlib.crc32(json.dumps(list(sets)).encode())
     differing = world.ranks_that_differ(torch.tensor([names]))
     if differing:

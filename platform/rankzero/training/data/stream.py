@@ -30,7 +30,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from torch.utils.data._utils import worker as torch_worker
 
 from rankzero.errors import UserError
+from rankzero.experiment import Train
 from rankzero.launch.failures import Failure
+from rankzero.ranks import SAME_SAMPLES
 from rankzero.training.data import processes
 from rankzero.training.data.loader import EVALUATION_WORKERS, BatchLoader
 from rankzero.training.data.order import BatchOrder, mix
@@ -52,6 +54,10 @@ _OTHER_ORDERS = (
     "processes read other first samples of the training set, which is a stream: if its order "
     "differs, they train on some samples twice and on others never; shuffle with a seed, such as "
     "self.train.seed, or let the stream divide itself and set divided = True on it"
+)
+_NOT_THE_SAME = (
+    "the {name} set has divided = True, and under train.strategy={strategy} all ranks need equal "
+    "samples: leave divided = True out, and let every rank read all samples"
 )
 _DIVIDED_TWICE = (
     "the stream says that it has {length} samples, and an epoch had {read} on a rank: it divides "
@@ -125,7 +131,7 @@ def counts_a_share(dataset: Any) -> bool:
     return bool(is_divided) and not _is_of(dataset, "webdataset")
 
 
-def check(name: str, dataset: Any, *, is_distributed: bool, workers: int | None = None) -> None:
+def check(name: str, dataset: Any, *, is_distributed: bool, train: Train) -> None:
     """Raise UserError for a stream that can be read only once, or that is divided wrongly."""
     # A class may begin again in an __iter__ that returns self. No iterator of Python does.
     iterates = getattr(type(dataset), "__iter__", None)
@@ -138,10 +144,11 @@ def check(name: str, dataset: Any, *, is_distributed: bool, workers: int | None 
     if is_distributed and any(map(_is_unseeded, _parts_of(dataset))):
         seed = "seed=self.train.seed"
         raise UserError(_NO_SEED.format(name=name, kind="Hugging Face stream", seed=seed))
-    if getattr(dataset, "divided", False):
-        return
-    if _is_of(dataset, "webdataset"):
-        _check_stages(name, getattr(dataset, "pipeline", ()), is_distributed, workers)
+    is_divided = getattr(dataset, "divided", False)
+    if is_divided and is_distributed and train.strategy in SAME_SAMPLES:
+        raise UserError(_NOT_THE_SAME.format(name=name, strategy=train.strategy))
+    if not is_divided and _is_of(dataset, "webdataset"):
+        _check_stages(name, getattr(dataset, "pipeline", ()), is_distributed, train.workers)
 
 
 def _check_stages(
