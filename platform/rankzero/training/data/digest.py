@@ -46,7 +46,8 @@ def describe(dataset: Any, context: str, experiment_file: str) -> DataDescribed:
     name = type(inner).__name__
     if isinstance(inner, _GENERIC):
         name = Path(experiment_file.partition(".py")[0]).name
-    digest, how = compute(dataset) if hasattr(dataset, "__len__") else (_STREAM, "nothing")
+    length = length_of(dataset)
+    digest, how = compute(dataset) if length else (_STREAM, "nothing")
     root = dict(_attributes(inner)).get("root")
     is_local = isinstance(root, (str, Path)) and bool(str(root))
     source = str(root) if is_local else experiment_file
@@ -60,8 +61,8 @@ def describe(dataset: Any, context: str, experiment_file: str) -> DataDescribed:
         how,
         "local" if is_local else "code",
         text_without_secrets(source),
-        length_of(dataset),
-        _columns(dataset) if hasattr(dataset, "__len__") else {},
+        length,
+        _columns(dataset) if length else {},
     )
 
 
