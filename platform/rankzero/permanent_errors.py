@@ -6,8 +6,10 @@ import errno
 
 _REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"}
 _NO_RIGHTS = {"UNAUTHENTICATED", "PERMISSION_DENIED"}
+# MLflow answers so while its database is read-only, or has no connection left.
+_ANY_CAUSE = "BAD_REQUEST"
 # These depend on rights, a proxy or the load, and may change. Other 4xx codes reject the request.
-_MAY_CHANGE = {401, 403, 404, 407, 408, 409, 425, 429}
+_MAY_CHANGE = {401, 403, 404, 407, 408, 409, 425, 429, 499}
 # A file system never accepts these names.
 _BAD_NAME = {
     errno.ENAMETOOLONG,
@@ -30,10 +32,12 @@ class NeverAccepted(Exception):
 def refusal(error: Exception) -> str | None:
     """Return why no retry can help with the error, or None if one may."""
     # The attributes of MLflow's and requests' exceptions are enough: neither is imported here.
-    if isinstance(error, NeverAccepted) or getattr(error, "error_code", None) in _REFUSALS:
+    code = getattr(error, "error_code", None)
+    if isinstance(error, NeverAccepted) or code in _REFUSALS:
         return str(error)
     status = getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(status, int) and 400 <= status < 500 and status not in _MAY_CHANGE:
+    is_4xx = isinstance(status, int) and 400 <= status < 500
+    if is_4xx and status not in _MAY_CHANGE and code != _ANY_CAUSE:
         return str(error)
     return str(error) if isinstance(error, OSError) and error.errno in _BAD_NAME else None
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import pytest
 from mlflow.exceptions import MlflowException, RestException
-from mlflow.protos.databricks_pb2 import UNAUTHENTICATED
+from mlflow.protos.databricks_pb2 import BAD_REQUEST, UNAUTHENTICATED
 
 from rankzero.catalog.summary import read_summary
 from rankzero.cli.commands import sync as sync_command
@@ -270,9 +270,14 @@ def test_item_is_not_blamed_for_a_server_that_answers_now_and_then(
     assert tracker.curve("train/loss").keys() == set(range(1, 21)) and tracker.status == "FINISHED"
 
 
+_READ_ONLY = MlflowException("INSERT in a read-only transaction", error_code=BAD_REQUEST)
+_READ_ONLY.response = SimpleNamespace(status_code=400)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("error", [OSError("database or disk is full"), _READ_ONLY])
 @pytest.mark.parametrize("tries", [10, 60, 400])
-def test_a_store_whose_disk_is_full_answers_and_loses_nothing(
-    tries: int, folder: RunFolder, tracker: MemoryStore
+def test_a_store_that_takes_no_writes_for_a_while_loses_nothing(
+    tries: int, error: Exception, folder: RunFolder, tracker: MemoryStore
 ) -> None:
     append(folder, started(), steps(1, 20), ended())
     left = iter(range(tries))
@@ -282,7 +287,7 @@ def test_a_store_whose_disk_is_full_answers_and_loses_nothing(
             name in ("start_attempt", "log_metrics", "set_tags", "close_run")
             and next(left, None) is not None
         ):
-            raise OSError("database or disk is full")
+            raise error
 
     tracker.fail = full
     done = delivered(folder, tracker)

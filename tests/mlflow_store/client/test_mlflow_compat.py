@@ -256,7 +256,7 @@ def upload_to_a_server_that_answers(answer: bytes, folder: Path) -> None:
         repository.log_artifact(str(folder / "a.txt"))
 
 
-@pytest.mark.parametrize(("status", "is_refusal"), [(413, True), (407, False), (502, False)])
+@pytest.mark.parametrize(("status", "is_refusal"), [(413, True), (400, False), (407, False)])
 def test_a_proxy_refuses_what_is_too_large_for_good(status: int, is_refusal: bool) -> None:
     page = SimpleNamespace(status_code=status, text="<html>")
     with pytest.raises(MlflowException) as raised:
