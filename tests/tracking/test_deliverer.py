@@ -591,6 +591,23 @@ def test_a_run_deleted_in_mlflow_ends_the_delivery_until_it_is_restored(
     assert len(tracker.curve("train/loss")) == 10_000 and 10_000 in tracker.checkpoints
 
 
+def test_a_run_restored_while_it_trains_is_delivered_again_within_a_minute(
+    folder: RunFolder, tracker: MemoryStore
+) -> None:
+    clock = [100.0]
+    append(folder, started())
+    deliverer = Deliverer(folder, 0, lambda uri: tracker, clock=lambda: clock[0])  # type: ignore[arg-type, return-value]
+    tracker.fail = failing(1, "log_metrics", lambda: Refused("not active"))
+    for gone in (False, True, True, False):
+        tracker.gone = gone
+        while deliverer.work():
+            pass
+        assert deliverer.state.retries.gone == gone
+        append(folder, steps(1, 9))
+        clock[0] += 60.0
+    assert len(tracker.curve("train/loss")) == 9 and not deliverer.state.problems.rejected
+
+
 def test_a_renamed_experiment_or_a_deleted_run_gets_no_second_run(
     tmp_path: Path, sqlite: str
 ) -> None:

@@ -4,8 +4,8 @@ It is a state machine, and docs/structure.md draws it. Its states are the member
 `Deliverer._next` decides between them, by what there is to do, and nothing else does.
 
 OPEN, SEND and each kind of upload make requests. After an error each has a wait of its own
-(`RetryPolicy`, 1 to 30 s) and is then tried again. If the MLflow run was deleted, or another
-machine has continued it, the deliverer does nothing more.
+(`RetryPolicy`, 1 to 30 s) and is then tried again. If the MLflow run was deleted, the deliverer
+asks once a minute whether it is restored. If another machine has continued it, nothing follows.
 
 A crash before delivery.json is written replays the same items, which changes nothing in MLflow. A
 journal is synced before its events are sent, and delivery.json has a checksum of what was read. If
@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
 
 # Few large batches: each costs the server as much as a thousand points do.
 READ_SECONDS = 5.0
-# How often a run on a server is asked whether another machine has continued it.
+# How often MLflow is asked whether another machine has continued a run, or a deleted one is back.
 _LOOK_SECONDS = 60.0
 # After so many failures in a row the item itself may be to blame, and another request tests it.
 _SUSPICIOUS_FAILURES = 8
@@ -121,7 +122,9 @@ class Deliverer:
         self._claim: str | None = None
         self._retry = RetryPolicy(longest_wait, clock)
         self._now = 0.0  # when the activity began: its upload stays the next one until its end
-        self._hurried, self._is_gone, self._read_at, self._look_at = False, False, 0.0, 0.0
+        self._hurried, self._read_at, self._look_at = False, 0.0, 0.0
+        # Until then a run that was deleted or continued elsewhere is not asked for.
+        self._gone_until = 0.0
         # The unread bytes that are no whole line: there is nothing to read until they change.
         self._unfinished = 0
 
@@ -129,7 +132,8 @@ class Deliverer:
     def complete(self) -> bool:
         """Whether nothing is to do: MLflow has all that the journals hold, or takes no more."""
         queue = self.state.queue
-        return self._is_gone or not (self._items or self._unread() or queue.waiting or queue.ending)
+        is_gone = self._clock() < self._gone_until
+        return is_gone or not (self._items or self._unread() or queue.waiting or queue.ending)
 
     def work(self) -> bool:
         """Do the next activity; return whether anything was done.
@@ -168,7 +172,7 @@ class Deliverer:
 
     def hasten(self) -> None:
         """Read and retry at once from now on: the journals are complete, and a command waits."""
-        self._hurried = True
+        self._hurried, self._gone_until = True, 0.0
         self._retry.hasten()
 
     def commit(self) -> None:
@@ -182,19 +186,19 @@ class Deliverer:
         before = self._committed if self._items else self.state
         claim = run_locks.latest(self._folder, self._node)
         # Until it has opened the run, nobody has asked what another machine sent meanwhile.
-        is_known = self._target is not None or (self.complete and not self._is_gone)
+        is_known = self._target is not None or (self.complete and not self._gone_until)
         token = claim.token if claim else ""
         self._committed = dataclasses.replace(
             before,
             retries=self.state.retries,  # True at once, whatever is sent.
-            claim=token if is_known else before.claim,
+            claim=token if is_known else self._committed.claim,
         )
         delivery_state.save(self._path, self._committed)
 
     def _next(self) -> Activity:
         """Return what to do next. Every transition of the machine is decided here."""
         queue = self.state.queue
-        if self._is_gone:
+        if self._clock() < self._gone_until:
             return Activity.IDLE
         if self._target is None:
             return Activity.IDLE if self.complete else self._if_due(Activity.OPEN)
@@ -342,7 +346,7 @@ class Deliverer:
         Not within an attempt: a replay must send its points again, though MLflow has them.
         """
         claim = run_locks.latest(self._folder, self._node)
-        return not self._is_embedded and claim is not None and claim.token != self.state.claim
+        return not self._is_embedded and claim is not None and claim.token != self._committed.claim
 
     def _read(self) -> bool:
         """Read on in the journals. Return whether there was a whole line to read."""
@@ -474,7 +478,9 @@ class Deliverer:
 
         The rest waits for somebody to restore it, or for a later attempt here.
         """
-        self._is_gone, name = True, self._folder.path.name
+        is_final = self._hurried or isinstance(gone, RunContinued)
+        self._gone_until = math.inf if is_final else self._clock() + _LOOK_SECONDS
+        self._target, name = None, self._folder.path.name
         command = command_lines.line(self._folder.root, "delete", "--restore", name)
         is_child = self._folder.identity.parent is not None
         back = "restore it in MLflow" if is_child else f"`{command}` brings it back"

@@ -59,7 +59,7 @@ def deliver(folder: RunFolder, away: set[str], *, is_named: bool, seconds: float
     name, uri = folder.path.name, folder.identity.tracking_uri
     # To wait for it could take days, and hold up the other runs.
     if run_locks.is_recording(folder) and is_written(folder):
-        print(f"{name}: still trains, and another process delivers it")
+        print(f"{name}: still trains, and {_why_gone(folder) or 'another process delivers it'}")
         return FINISHED
     try:
         parts = {one: delivery_status.status(one).pending for one in (folder, *folder.children)}
