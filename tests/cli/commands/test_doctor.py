@@ -145,7 +145,7 @@ def test_database_without_a_driver_a_place_or_an_answer(
 @pytest.fixture
 def server() -> Iterator[tuple[str, dict[str, int]]]:
     """A server that answers with the status in the dictionary, or 401 without the token."""
-    answer = {"status": 200}
+    answer = {"status": 200, "major": 3}
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -154,6 +154,11 @@ def server() -> Iterator[tuple[str, dict[str, int]]]:
             self.end_headers()
             experiment = {"experiment_id": "1", "artifact_location": "s3://bucket"}
             self.wfile.write(json.dumps({"experiments": [experiment]}).encode())
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(f"{answer['major']}.0.1".encode())
 
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -167,16 +172,18 @@ def server() -> Iterator[tuple[str, dict[str, int]]]:
 
 
 @pytest.mark.parametrize(
-    ("token", "status", "says"),
+    ("token", "status", "major", "says"),
     [
-        ("valid", 200, "install boto3"),
-        ("expired", 200, "MLFLOW_TRACKING_PASSWORD, or a valid token"),
-        ("valid", 404, "correct the tracking URI"),
+        ("valid", 200, 3, "install boto3"),
+        ("valid", 200, 2, "the server has MLflow 2.0.1; checkpoints need 3.0 or newer"),
+        ("expired", 200, 3, "MLFLOW_TRACKING_PASSWORD, or a valid token"),
+        ("valid", 404, 3, "correct the tracking URI"),
     ],
 )
 def test_server_is_asked_with_the_login_of_the_runs(
     token: str,
     status: int,
+    major: int,
     says: str,
     server: tuple[str, dict[str, int]],
     tmp_path: Path,
@@ -185,7 +192,7 @@ def test_server_is_asked_with_the_login_of_the_runs(
     monkeypatch.setitem(sys.modules, "boto3", None)
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", token)
     address, answer = server
-    answer["status"] = status
+    answer |= {"status": status, "major": major}
     check = doctor.tracking_store(tmp_path, f"http://{address}")
     assert says in str(check.fix) and check.found == f"http://{address}"
 

@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 from mlflow import MlflowClient, environment_variables, get_tracking_uri
 from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import ENDPOINT_NOT_FOUND
 from mlflow.store.artifact import host_policy, http_artifact_repo
 from mlflow.store.artifact.http_artifact_repo import HttpArtifactRepository
 from mlflow.tracking._tracking_service import utils
 from mlflow.utils import environment, rest_utils
+from packaging.version import Version
 from torch import nn
 
 from rankzero.mlflow_store.client import MlflowRuns, RunRecord, mlflow_compat
@@ -262,6 +264,18 @@ def test_a_proxy_refuses_what_is_too_large_for_good(status: int, is_refusal: boo
     with pytest.raises(MlflowException) as raised:
         mlflow_compat._verified(page, "/api/2.0/mlflow/runs/log-batch")
     assert bool(refusal(raised.value)) == is_refusal
+
+
+@pytest.mark.parametrize(("version", "is_refusal"), [("2.22.1", True), ("3.0.0", False)])
+def test_a_server_older_than_mlflow_3_refuses_checkpoints_for_good(
+    version: str, is_refusal: bool
+) -> None:
+    client = Mock()
+    client.search_logged_models.side_effect = MlflowException("", error_code=ENDPOINT_NOT_FOUND)
+    client._tracking_client.store._get_server_version.return_value = Version(version)
+    with pytest.raises(Exception) as raised:
+        MlflowModels(client, Mock()).of_run(Mock())
+    assert bool(refusal(raised.value)) == is_refusal  # type: ignore[arg-type]
 
 
 def test_a_busy_server_does_not_say_how_long_the_courier_sleeps() -> None:

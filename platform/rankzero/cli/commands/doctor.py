@@ -178,7 +178,7 @@ def _check_server(uri: str, timeout: float) -> str:
         with request_timeout(math.ceil(timeout), once=True, at_most=True):
             locations = artifact_locations(uri)
     except Exception as error:
-        fix = "start the server, or correct the tracking URI"
+        fix = "start or upgrade the server, or correct the tracking URI"
         if lacks_rights(error):
             fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or a valid token"
         raise RuntimeError(f"{line_without_secrets(str(error))}: {fix}") from error

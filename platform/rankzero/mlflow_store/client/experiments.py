@@ -11,6 +11,7 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from rankzero.mlflow_store import drivers
+from rankzero.mlflow_store.client import mlflow_compat
 from rankzero.mlflow_store.client.connection import connect
 from rankzero.mlflow_store.client.records import require_id
 from rankzero.mlflow_store.uris import ExperimentGone, artifact_root
@@ -54,8 +55,10 @@ def find_or_create(
 
 
 def artifact_locations(tracking_uri: str) -> set[str]:
-    """Return where the latest experiments of a store have their artifacts."""
-    found = connect(tracking_uri).search_experiments(max_results=10)
+    """Return where a server's latest experiments have their artifacts. Refuses an old server."""
+    client = connect(tracking_uri)
+    found = client.search_experiments(max_results=10)
+    mlflow_compat.refuse_old_server(client)
     return {experiment.artifact_location or "" for experiment in found}
 
 

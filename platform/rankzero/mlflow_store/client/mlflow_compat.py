@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rankzero.mlflow_store import drivers
+from rankzero.permanent_errors import NeverAccepted
 
 # Documented variables, which MLflow reads when it is imported or at each call. A user's win.
 ENVIRONMENT: Mapping[str, str] = {
@@ -179,6 +180,14 @@ def models_of(client: Any, run_id: str) -> list[Any]:
     with client._tracking_client.store.ManagedSessionMaker() as session:
         rows = session.query(Row).filter(Row.source_run_id == run_id)
         return [row.to_mlflow_entity() for row in rows]
+
+
+def refuse_old_server(client: Any) -> None:
+    """Raise NeverAccepted if a server says that it is older than MLflow 3."""
+    store = client._tracking_client.store
+    version = store._get_server_version(store.get_host_creds())
+    if version is not None and version.major < 3:
+        raise NeverAccepted(f"the server has MLflow {version}; checkpoints need 3.0 or newer")
 
 
 def scheme_of(location: str) -> str:

@@ -155,7 +155,12 @@ class MlflowModels:
     ) -> list[LoggedModel]:
         """Return the logged models of a run, by default also those that other tools logged."""
         where = f"source_run_id = '{run.run_id}'{condition}"
-        models = all_found(self._client.search_logged_models, [run.experiment_id], where)
+        try:
+            models = [*all_found(self._client.search_logged_models, [run.experiment_id], where)]
+        except MlflowException as error:
+            if error.error_code == "ENDPOINT_NOT_FOUND":  # or a proxy's answer
+                mlflow_compat.refuse_old_server(self._client)
+            raise
         return [model for model in models if kind in (None, model.model_type)]
 
     def register(self, run: RunRecord, model_id: str, name: str) -> int:
