@@ -10,8 +10,8 @@ asks once a minute whether it is restored. If another machine has continued it, 
 A crash before delivery.json is written replays the same items, which changes nothing in MLflow. A
 journal is synced before its events are sent, and delivery.json has a checksum of what was read. If
 a power loss takes a part of the journal nevertheless, the deliverer reads it again from the start.
-Points go first, then the end, then uploads. So files that are large or cannot be stored hold up
-neither the curves nor the run's status, also if a container ends all processes after the command.
+Points go first, then the end, then uploads. So uploads that wait or fail hold up neither the curves
+nor the run's status, also if a container ends all processes after the command. One under way does.
 """
 
 from __future__ import annotations
