@@ -9,6 +9,7 @@ import itertools
 import pickle
 import random
 import shutil
+import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -606,6 +607,25 @@ def test_a_run_restored_while_it_trains_is_delivered_again_within_a_minute(
         append(folder, steps(1, 9))
         clock[0] += 60.0
     assert len(tracker.curve("train/loss")) == 9 and not deliverer.state.problems.rejected
+
+
+def test_gaps_of_a_restored_backup_are_filled_in_a_new_run(tmp_path: Path, sqlite: str) -> None:
+    """As docs/troubleshooting.md has it."""
+    folder = make_folder(tmp_path, sqlite)
+    append(folder, started(), steps(1, 6))
+    deliver(Deliverer(folder))
+    with contextlib.closing(sqlite3.connect(sqlite.removeprefix("sqlite:///"))) as database:
+        database.execute("DELETE FROM metrics WHERE step > 3")
+        database.commit()
+    append(folder, steps(7, 9), ended())
+    deliver(Deliverer(folder))
+    (found,) = list_runs(sqlite)
+    assert len(MlflowRuns(sqlite).history(found.run_id, "train/loss")) == 6
+    MlflowRuns(sqlite)._client.delete_run(found.run_id)
+    state.path_of(folder, 0).unlink()
+    assert sync_command.run(argparse.Namespace(dir=tmp_path, run=folder.path.name)) == 0
+    (found,) = list_runs(sqlite)
+    assert len(MlflowRuns(sqlite).history(found.run_id, "train/loss")) == 9
 
 
 def test_a_renamed_experiment_or_a_deleted_run_gets_no_second_run(
