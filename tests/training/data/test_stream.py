@@ -505,7 +505,7 @@ def test_a_stream_has_no_indices_and_no_equal_batches() -> None:
         next(loader_of(Shuffled()).eval_batches(4, 0, 2, lockstep=True))
 
 
-def test_a_stream_has_no_digest() -> None:
+def test_the_digest_of_a_stream_is_that_of_its_use_and_source() -> None:
     class Around(Shuffled):
         def __init__(self) -> None:
             self.inner, self.mean = iter([]), torch.zeros(3)
@@ -513,10 +513,16 @@ def test_a_stream_has_no_digest() -> None:
         def __len__(self) -> int:
             return len(self.inner)  # type: ignore[arg-type]
 
-    for dataset in (Shuffled(), Around()):
+    for dataset in (Around(), Shuffled()):
         found = digest.describe(dataset, "training", "file.py:Mine")
         name = type(dataset).__name__
-        assert (found.digest, found.samples, found.name) == ("not computed: a stream", 0, name)
+        assert (found.how, found.samples, found.name) == ("its use, its source", 0, name)
+    again = digest.describe(Shuffled(), "training", "file.py:Mine")
+    others = [
+        digest.describe(Shuffled(), context, file)
+        for context, file in (("validation", "file.py:Mine"), ("training", "other.py:Mine"))
+    ]
+    assert again.digest == found.digest not in [other.digest for other in others]
 
 
 @pytest.mark.parametrize(

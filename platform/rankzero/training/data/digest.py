@@ -26,7 +26,6 @@ from rankzero.events import DataDescribed
 from rankzero.redaction.text import text_without_secrets
 from rankzero.training.data.stream import length_of
 
-_STREAM = "not computed: a stream"
 # Changing any of these numbers changes the digests of data that have not changed.
 ROWS = 64  # of each array or list
 INDICES = 4096  # of a subset
@@ -46,13 +45,15 @@ def describe(dataset: Any, context: str, experiment_file: str) -> DataDescribed:
     name = type(inner).__name__
     if isinstance(inner, _GENERIC):
         name = Path(experiment_file.partition(".py")[0]).name
-    length = length_of(dataset)
-    digest, how = compute(dataset) if length else (_STREAM, "nothing")
     root = dict(_attributes(inner)).get("root")
     is_local = isinstance(root, (str, Path)) and bool(str(root))
     source = str(root) if is_local else experiment_file
     if is_local and "://" not in source:
         source = str(Path(source).absolute())
+    length = length_of(dataset)
+    # MLflow takes streams of one type and one digest for the same data.
+    use = hashlib.sha256(f"{context} {source}".encode()).hexdigest()[:16]
+    digest, how = compute(dataset) if length else (use, "its use, its source")
     return DataDescribed(
         time.time(),
         context,
