@@ -13,6 +13,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from mlflow.exceptions import MlflowException
@@ -22,7 +23,7 @@ from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 from rankzero.mlflow_store.client.artifact_locations import _ArtifactLocation
 from rankzero.mlflow_store.items import MetricPoint
 from rankzero.mlflow_store.uris import NoSuchRun, RunGone, TrackingError
-from rankzero.permanent_errors import refusal
+from rankzero.permanent_errors import NeverAccepted, refusal
 from rankzero.run_store.folder import Identity, RunFolder
 from support.runs import T0, ended, make_folder, saved, started
 
@@ -343,6 +344,19 @@ def test_a_folder_deleted_during_its_upload_leaves_nothing(
     with pytest.raises(FileNotFoundError):
         tracker.models.save_checkpoint(run, event, folder.path / "nowhere", link(event))
     assert tracker.models.list_checkpoints(run) == []
+
+
+def test_a_refused_upload_leaves_nothing(
+    tracker: MlflowRuns, run: RunRecord, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event = saved(folder, 50)
+    refuse = Mock(side_effect=NeverAccepted("413"))
+    monkeypatch.setattr(_ArtifactLocation, "upload_folder", refuse)
+    with pytest.raises(NeverAccepted):
+        tracker.models.save_checkpoint(run, event, folder.path / event.path, link(event))
+    with pytest.raises(NeverAccepted):
+        tracker.models.log_model(run, folder.path / event.path, "best_model", event.step, {})
+    assert tracker.models.of_run(run) == []
 
 
 def test_a_checkpoint_on_the_disk_of_the_store_is_linked_not_copied(

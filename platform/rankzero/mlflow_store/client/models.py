@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from rankzero.mlflow_store.client.connection import all_found, if_known, log_poi
 from rankzero.mlflow_store.client.records import RemoteCheckpoint, RunRecord
 from rankzero.mlflow_store.items import MetricPoint
 from rankzero.mlflow_store.uris import TrackingError
+from rankzero.permanent_errors import refusal
 
 
 class MlflowModels:
@@ -43,13 +45,24 @@ class MlflowModels:
         Raises FileNotFoundError if the folder is deleted meanwhile.
         """
         saved_at = repr(event.time)
-        whole: LoggedModel | None = None
+        whole: str | None = None
         for model in self._checkpoint_models(run, event.step):
             if model.status == "READY" and model.tags.get("rankzero.saved_at") == saved_at:
-                whole = whole or model
+                whole = whole or str(model.model_id)
             else:
                 self.delete_checkpoint(model.model_id)
-        model_id = (whole or self._upload_checkpoint(run, event, folder, points)).model_id
+        if whole is None and not names(folder):
+            raise FileNotFoundError(folder)
+        tags = {"rankzero.step": str(event.step), "rankzero.saved_at": saved_at}
+        model_id = whole or self._upload(
+            run,
+            folder,
+            points,
+            name=f"checkpoint-step-{event.step}",
+            params={"step": str(event.step)},
+            model_type="checkpoint",
+            tags=tags | {"rankzero.best": str(event.best).lower()},
+        )
         self._link_output(run, model_id, event.step)
         if event.best:
             # Also its own tag: if a journal is delivered again, an earlier best has taken it.
@@ -57,7 +70,7 @@ class MlflowModels:
                 best = str(model.model_id == model_id).lower()
                 if model.tags.get("rankzero.best") != best:
                     self._client.set_logged_model_tags(model.model_id, {"rankzero.best": best})
-        return str(model_id)
+        return model_id
 
     def list_checkpoints(self, run: RunRecord) -> list[RemoteCheckpoint]:
         """Return the run's checkpoints by step, including interrupted uploads."""
@@ -124,7 +137,7 @@ class MlflowModels:
         of this name left. With a tag ``rankzero.saved_at``, once is enough.
         """
         saved_at = tags.get("rankzero.saved_at")
-        whole: LoggedModel | None = None
+        whole: str | None = None
         for model in self.of_run(run, kind):
             is_same = model.tags.get("rankzero.saved_at") == saved_at
             if model.name != name or not (is_same or "rankzero.model" in model.tags):
@@ -132,10 +145,14 @@ class MlflowModels:
             if model.status != "READY":
                 self.delete_checkpoint(model.model_id)
             elif is_same and saved_at is not None:
-                whole = model
-        model_id = (whole or self._upload_model(run, folder, name, step, tags, kind)).model_id
+                whole = str(model.model_id)
+        # Without metrics, MLflow's page of it is empty.
+        points = functools.partial(self._points_of_checkpoint, run, step)
+        model_id = whole or self._upload(
+            run, folder, points, name=name, tags=dict(tags), model_type=kind
+        )
         self._link_output(run, model_id, step)
-        return str(model_id)
+        return model_id
 
     def best_models(self, run: RunRecord) -> dict[str, int]:
         """Return the steps of the run's logged best models by their ids, the newest last."""
@@ -213,64 +230,48 @@ class MlflowModels:
         condition = "" if step is None else f" AND tags.`rankzero.step` = '{step}'"
         return self.of_run(run, "checkpoint", condition)
 
-    def _upload_checkpoint(
+    def _upload(
         self,
         run: RunRecord,
-        event: CheckpointSaved,
         folder: Path,
         points: Callable[[str], Sequence[MetricPoint]],
-    ) -> LoggedModel:
+        **fields: Any,
+    ) -> str:
+        """Upload a folder as a new logged model and return its id."""
         files = names(folder)
-        if not files:
-            raise FileNotFoundError(folder)
-        model = self._create(
-            run,
-            name=f"checkpoint-step-{event.step}",
-            params={"step": str(event.step)},
-            model_type="checkpoint",
-            tags={
-                "rankzero.step": str(event.step),
-                "rankzero.best": str(event.best).lower(),
-                "rankzero.saved_at": repr(event.time),
-            },
-        )
-        self._locations.of_model(model).upload_folder(folder)
-        # Retention may have deleted files during the upload.
-        if names(folder) != files:
-            self.delete_checkpoint(model.model_id)
-            raise FileNotFoundError(folder)
+        # Sent again after a lost answer, it would make a second model. The next call looks first.
+        with mlflow_compat.request_timeout(0, once=True):
+            model = self._client.create_logged_model(
+                run.experiment_id, source_run_id=run.run_id, **fields
+            )
+        try:
+            self._locations.of_model(model).upload_folder(folder)
+            # Retention may have deleted files during the upload.
+            if names(folder) != files:
+                raise FileNotFoundError(folder)
+        except Exception as error:
+            # No other try would find what is left.
+            if isinstance(error, FileNotFoundError) or refusal(error) is not None:
+                self.delete_checkpoint(model.model_id)
+            raise
         log_points(self._client, run.run_id, points(model.model_id))
         self._client.finalize_logged_model(model.model_id, "READY")
-        return model
+        return str(model.model_id)
 
-    def _upload_model(
-        self, run: RunRecord, folder: Path, name: str, step: int, tags: Mapping[str, str], kind: str
-    ) -> LoggedModel:
-        model = self._create(run, name=name, tags=dict(tags), model_type=kind)
-        self._locations.of_model(model).upload_folder(folder)
-        # Those of its checkpoint, as the same points. Else MLflow's page of it is empty.
-        for checkpoint in self._checkpoint_models(run, step)[:1]:
-            known = (
-                MetricPoint(one.key, one.value, one.timestamp, one.step, model.model_id)
-                for one in checkpoint.metrics or ()
-                if one.run_id == run.run_id and (one.value or self._is_zero(one))
-            )
-            log_points(self._client, run.run_id, [*known])
-        self._client.finalize_logged_model(model.model_id, "READY")
-        return model
+    def _points_of_checkpoint(self, run: RunRecord, step: int, model_id: str) -> list[MetricPoint]:
+        # As the same points, for another model.
+        return [
+            MetricPoint(one.key, one.value, one.timestamp, one.step, model_id)
+            for checkpoint in self._checkpoint_models(run, step)[:1]
+            for one in checkpoint.metrics or ()
+            if one.run_id == run.run_id and (one.value or self._is_zero(one))
+        ]
 
     def _is_zero(self, metric: Metric) -> bool:
         # MLflow keeps a NaN of a model as 0, and that of its run as NaN.
         found = self._client.get_metric_history(str(metric.run_id), metric.key)
         place = (0.0, metric.timestamp, metric.step)
         return any((one.value, one.timestamp, one.step) == place for one in found)
-
-    def _create(self, run: RunRecord, **fields: Any) -> LoggedModel:
-        # Sent again after a lost answer, it would make a second model. The next call looks first.
-        with mlflow_compat.request_timeout(0, once=True):
-            return self._client.create_logged_model(
-                run.experiment_id, source_run_id=run.run_id, **fields
-            )
 
     def _link_output(self, run: RunRecord, model_id: str, step: int) -> None:
         outputs = self._client.get_run(run.run_id).outputs
