@@ -199,8 +199,8 @@ class MlflowRuns:
             if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 raise
         known = all_found(self._client.search_experiments)
-        experiments = [one.experiment_id for one in known if experiment in (None, one.name)]
-        found = self._newest(experiments, _named(name_or_id))
+        where = [one.experiment_id for one in known if experiment in (None, one.name)]
+        found = self._newest(where, _named(name_or_id))
         if found is None:
             raise NoSuchRun(f"no run is called {name_or_id!r} in {url_without_secrets(self._uri)}")
         return found
