@@ -304,6 +304,18 @@ def test_run_is_exported(
     assert code == 2 and "pip install pyarrow" in output and not (tmp_path / "none").exists()
 
 
+def test_export_does_not_overwrite_a_run(
+    here: Here, trained: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = trained.folder / "mlruns/runs"
+    identity = (runs / "first/run.json").read_bytes()
+    assert here("export", "first", "--to", runs / "first/tables")[0] == 2
+    monkeypatch.chdir(runs)
+    code, output = here("export", "first", "--dir", "..")
+    assert code == 2 and "--to" in output and not (runs / "first/figures").exists()
+    assert (runs / "first/run.json").read_bytes() == identity
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_best_model_is_registered_and_served(here: Here, trained: Command) -> None:

@@ -18,7 +18,8 @@ from rankzero.reporting import learning_curves
 from rankzero.reporting.run_facts import fold
 from rankzero.reporting.run_report import page
 from rankzero.run_store import symlinks
-from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.folder import EVENTS, RunFolder
+from rankzero.run_store.location import may_be_foreign
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,16 +43,23 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.format == "parquet" and importlib.util.find_spec("pyarrow") is None:
         raise UserError("--format parquet needs pyarrow: pip install pyarrow, or use --format csv")
-    target = arguments.to or Path(folder.path.name)
+    target = _folder(arguments.to or Path(folder.path.name), arguments.dir)
+    # Printed one per line, so that scripts can read what was written.
+    for path in _write_all(folder, target, arguments.format):
+        print(path)
+    return 0
+
+
+def _folder(target: Path, root: Path) -> Path:
+    # A run has a run.json, too, and without it no command would know the run.
+    if may_be_foreign(target, root) or (target / EVENTS).exists():
+        raise UserError(f"{target} is among the runs: choose another folder with --to")
     try:
         (target / "figures").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         why = f"cannot write to {target}: {error.strerror}"
         raise UserError(f"{why}; choose another folder with --to") from error
-    # Printed one per line, so that scripts can read what was written.
-    for path in _write_all(folder, target, arguments.format):
-        print(path)
-    return 0
+    return target
 
 
 def print_left_out(folder: RunFolder) -> None:
