@@ -18,6 +18,7 @@ from unittest.mock import Mock
 import pytest
 from mlflow.exceptions import MlflowException
 
+from rankzero.errors import UserError
 from rankzero.events import CheckpointSaved, RunStarted
 from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 from rankzero.mlflow_store.client.artifact_locations import _ArtifactLocation
@@ -91,6 +92,20 @@ def test_a_run_that_a_slow_server_created_twice_is_the_one_with_the_points(
     found = tracker.find_open_run(folder.identity)
     assert found is not None and found.run_id == used
     assert tracker.find_run(folder.identity.name).run_id == used
+
+
+def test_a_name_of_several_runs_is_refused_with_their_ids(
+    tracker: MlflowRuns, folder: RunFolder, run: RunRecord
+) -> None:
+    # Another tool's run, newer than ours, and another person's.
+    tracker._client.create_run(run.experiment_id, run_name=run.name)
+    assert tracker.find_run(run.name).run_id == run.run_id
+    theirs = dataclasses.replace(folder.identity, uuid=f"{run.run_id}0", experiment="theirs")
+    other = tracker.open_run(theirs, T0)
+    with pytest.raises(UserError, match=f"give the MLflow run id, .*{run.run_id}") as raised:
+        tracker.find_run(run.name)
+    assert other.run_id in str(raised.value)
+    assert tracker.find_run(run.name, "tests").run_id == run.run_id
 
 
 def test_a_given_run_id_is_opened(

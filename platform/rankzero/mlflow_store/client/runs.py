@@ -13,6 +13,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Param, Run, RunTag,
 from mlflow.exceptions import MlflowException
 
 from rankzero import scalars
+from rankzero.errors import UserError
 from rankzero.events import DataDescribed, RunEnded, RunStarted
 from rankzero.mlflow_store import limits, saved_view
 from rankzero.mlflow_store.client import experiments
@@ -40,6 +41,10 @@ from rankzero.run_store.provenance import tags_for_mlflow, tags_of_user
 _DATASET_NAME, _DATASET_DIGEST, _DATASET_TAG = 500, 36, 500
 # For the answer to a name, because somebody waits for the command.
 _LOOK_UP_SECONDS = 4
+_UUID = "rankzero.uuid"
+# A server may create a run after the client gave up, and then another one of the same time.
+# Only the one that is delivered to has a claim.
+_NEWEST_FIRST = ["attributes.start_time DESC", f"tags.`{CLAIM}` DESC"]
 
 
 class MlflowRuns:
@@ -60,7 +65,7 @@ class MlflowRuns:
         `experiment_id`: where it is, if that is known. The experiment may have another name by now.
         """
         tags = {
-            "rankzero.uuid": identity.uuid,
+            _UUID: identity.uuid,
             "mlflow.source.name": identity.experiment_file or "rankzero",
             "mlflow.source.type": "LOCAL",
             "mlflow.parentRunId": identity.parent_run_id,
@@ -89,7 +94,7 @@ class MlflowRuns:
             if experiment is None:
                 return None
             experiment_id = experiment.experiment_id
-        uuid = f"tags.`rankzero.uuid` = '{identity.uuid}'"
+        uuid = f"tags.`{_UUID}` = '{identity.uuid}'"
         return self._newest([experiment_id], uuid)
 
     def find_namesake(self, identity: Identity) -> RunRecord | None:
@@ -98,7 +103,7 @@ class MlflowRuns:
         if experiment is None:
             return None
         named = f"attributes.run_name = '{identity.name}'"
-        others = f"{named} and tags.`rankzero.uuid` != '{identity.uuid}'"
+        others = f"{named} and tags.`{_UUID}` != '{identity.uuid}'"
         return self._newest([experiment.experiment_id], others)
 
     def start_attempt(self, run_id: str, event: RunStarted) -> None:
@@ -188,9 +193,10 @@ class MlflowRuns:
         return newest
 
     def find_run(self, name_or_id: str, experiment: str | None = None) -> RunRecord:
-        """Return the run of this id, else the newest of this name. Raises NoSuchRun.
+        """Return the run of this id, else RankZero's of this name, else another tool's.
 
-        `experiment`: the only MLflow experiment in which a name is looked for.
+        `experiment`: the only MLflow experiment in which a name is looked for, its newest run.
+        Raises NoSuchRun. Without `experiment`, raises UserError if the name is of several runs.
         """
         try:
             return RunRecord.of(self._run(name_or_id))
@@ -198,22 +204,21 @@ class MlflowRuns:
             # MLflow refuses what is not a run's id.
             if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 raise
-        known = all_found(self._client.search_experiments)
-        where = [one.experiment_id for one in known if experiment in (None, one.name)]
-        found = self._newest(where, _named(name_or_id))
-        if found is None:
-            raise NoSuchRun(f"no run is called {name_or_id!r} in {url_without_secrets(self._uri)}")
-        return found
+        named, place = self._named(name_or_id, experiment), url_without_secrets(self._uri)
+        if not named:
+            raise NoSuchRun(f"no run is called {name_or_id!r} in {place}")
+        ours = [run for run in named if _UUID in run.tags]
+        if experiment is None and len({run.tags[_UUID] for run in ours}) > 1:
+            ids = " or ".join(run.run_id for run in ours)
+            several = f"{place} has {len(ours)} runs called {name_or_id!r}"
+            raise UserError(f"{several}: give the MLflow run id, {ids}")
+        return (ours or named)[0]
 
     def ids_named(self, name: str, *, among_deleted: bool = False) -> list[str]:
         """Return the ids of all runs of this name. Waits seconds for each answer of a server."""
         view = ViewType.DELETED_ONLY if among_deleted else ViewType.ACTIVE_ONLY
         with request_timeout(_LOOK_UP_SECONDS, once=True, at_most=True):
-            known = all_found(self._client.search_experiments)
-            found = self._client.search_runs(
-                [one.experiment_id for one in known], _named(name), view
-            )
-        return [str(run.info.run_id) for run in found if run.info.run_name == name]
+            return [run.run_id for run in self._named(name, view=view)]
 
     def experiment_name(self, experiment_id: str) -> str:
         """Return the name of an experiment."""
@@ -265,12 +270,20 @@ class MlflowRuns:
         points = [MetricPoint(one.key, one.value, one.timestamp, one.step) for one in found]
         return sorted(points, key=lambda point: (point.step, point.milliseconds))
 
+    def _named(
+        self, name: str, experiment: str | None = None, view: int = ViewType.ACTIVE_ONLY
+    ) -> list[RunRecord]:
+        known = all_found(self._client.search_experiments)
+        where = [one.experiment_id for one in known if experiment in (None, one.name)]
+        # There is no way to write both quotes.
+        quote = "'" if "'" not in name else '"'
+        condition = f"attributes.run_name = {quote}{name.replace(quote, '')}{quote}"
+        found = self._client.search_runs(where, condition, view, order_by=_NEWEST_FIRST)
+        return [RunRecord.of(run) for run in found if run.info.run_name == name]
+
     def _newest(self, experiment_ids: list[str], condition: str) -> RunRecord | None:
-        # A server may create a run after the client gave up, and then another one of the same time.
-        # Only the one that is delivered to has a claim.
-        newest_first = ["attributes.start_time DESC", f"tags.`{CLAIM}` DESC"]
         runs = self._client.search_runs(
-            experiment_ids, condition, max_results=1, order_by=newest_first
+            experiment_ids, condition, max_results=1, order_by=_NEWEST_FIRST
         )
         return RunRecord.of(runs[0]) if runs else None
 
@@ -278,12 +291,6 @@ class MlflowRuns:
         run = self._client.get_run(run_id)
         require_id(run.info.run_id, "run")
         return run
-
-
-def _named(name: str) -> str:
-    """Return the condition that a run has a name, which has no way to write both quotes."""
-    quote = "'" if "'" not in name else '"'
-    return f"attributes.run_name = {quote}{name.replace(quote, '')}{quote}"
 
 
 def _dataset_input(event: DataDescribed) -> DatasetInput:
