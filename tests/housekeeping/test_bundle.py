@@ -210,6 +210,21 @@ def test_what_other_programs_logged_into_the_run_is_copied(roots: tuple[Path, Pa
         assert held(theirs, "study", bundle.copy(folder, uri)) == held(mine, "study")
 
 
+def test_models_of_one_name_are_all_copied_in_their_order(roots: tuple[Path, Path]) -> None:
+    mine, theirs = roots
+    folder, uri = study(mine), uris.default_tracking_uri(theirs)
+    tracker, there = MlflowRuns(uris.default_tracking_uri(mine)), MlflowRuns(uri)
+    run, run_id = tracker.find_run(mlflow_id(folder) or ""), bundle.copy(folder, uri)
+    for text in ("older", "newer"):
+        (folder.artifacts / "text").write_text(text)
+        tracker.models.log_model(run, folder.artifacts, "trees", 0, {}, kind="sklearn")
+    bundle.copy(folder, uri)
+    assert held(theirs, "study", run_id)["models"] == held(mine, "study")["models"]
+    newest = there.models.of_run(there.find_run(run_id), "sklearn")[0]
+    there.models.download_checkpoint(newest.model_id, theirs / "got")
+    assert (theirs / "got" / "text").read_text() == "newer"
+
+
 def test_run_that_another_machine_continued_is_not_exported_by_its_first_one(
     roots: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ import shutil
 import stat
 import tempfile
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -376,11 +377,13 @@ def _deliver_what_mlflow_had(
     _log_points(tracker, run_id, source / _POINTS)
     _deliver_artifacts(tracker, run_id, source / "artifacts", notice)
     there = [model for model in tracker.models.of_run(run) if model.status == "READY"]
-    same = {(model.name, *_version(model.tags)) for model in there}
-    for number, model in enumerate(known["models"]):
-        if (model["name"], *_version(model["tags"])) in same:
-            continue
-        tracker.models.log_model(run, source / "models" / str(number), **model)
+    same = Counter((model.name, *_version(model.tags)) for model in there)
+    # The oldest first, because those of the user's own calls may differ in nothing else.
+    for number, model in reversed([*enumerate(known["models"])]):
+        key = model["name"], *_version(model["tags"])
+        same[key] -= 1
+        if same[key] < 0:
+            tracker.models.log_model(run, source / "models" / str(number), **model)
     # The run was trained on since an earlier copy. An older bundle retires no newer model.
     newest = max([-1, *(_best_step(model["tags"]) for model in known["models"])])
     ours = {_version(model["tags"]) for model in known["models"]}
