@@ -210,6 +210,18 @@ def test_what_other_programs_logged_into_the_run_is_copied(roots: tuple[Path, Pa
         assert held(theirs, "study", bundle.copy(folder, uri)) == held(mine, "study")
 
 
+def test_child_of_a_child_stays_below_it(roots: tuple[Path, Path]) -> None:
+    mine, theirs = roots
+    folder, uri = study(mine), uris.default_tracking_uri(theirs)
+    above = dataclasses.asdict(RunFolder(mine / "runs" / "study-t00").identity)
+    changes = {"name": "inner", "uuid": "inner", "parent_uuid": above["uuid"]}
+    append(inner := make_folder(mine, **{**above, **changes}), started(), ended())
+    folder.add_child(inner.path.name)
+    bundle.copy(folder, uri)
+    there = MlflowRuns(uri)
+    assert there.find_run("inner").tags["mlflow.parentRunId"] == there.find_run("study-t00").run_id
+
+
 def test_models_of_one_name_are_all_copied_in_their_order(roots: tuple[Path, Path]) -> None:
     mine, theirs = roots
     folder, uri = study(mine), uris.default_tracking_uri(theirs)

@@ -33,7 +33,7 @@ from rankzero.permanent_errors import refusal
 from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store import checkpoint_files, delivery_state, names, removal, run_locks
 from rankzero.run_store.attempt import is_written
-from rankzero.run_store.folder import Identity, RunFolder
+from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.run_store.location import make_root
 from rankzero.tracking import delivery_status, description, sync
@@ -210,7 +210,7 @@ def read(
             )
         for folder in folders:
             if not folder.path.exists():
-                _place(aside / _RUNS / folder.path.name, folder, tracking_uri, named)
+                _place(aside / _RUNS / folder.path.name, folder, tracking_uri, folders)
         if late and not offline:
             uris.prepare_store(tracking_uri)
             sync.deliver(folders[0])
@@ -342,22 +342,24 @@ def _refuse_another(unpacked: RunFolder, folder: RunFolder, tracking_uri: str) -
         )
 
 
-def _place(unpacked: Path, folder: RunFolder, tracking_uri: str, named: list[str]) -> None:
+def _place(unpacked: Path, folder: RunFolder, tracking_uri: str, bundled: list[RunFolder]) -> None:
     """Move an unpacked run to the others. Children come after their parent."""
-    read, file = RunFolder(unpacked).identity, None
+    read, file, top = RunFolder(unpacked).identity, None, bundled[0].path.name
     if read.experiment_file is not None and read.project_dir is not None:
         # Below the folder in which the run was started.
         file = os.path.relpath(read.experiment_file, read.project_dir)
-    identity = Identity(
-        name=read.name,
-        uuid=read.uuid,
-        experiment=read.experiment,
+    here = {one.identity.uuid for one in bundled if one.path.exists()}
+    identity = dataclasses.replace(
+        read,
         tracking_uri=tracking_uri,
         artifact_root=uris.artifact_root(tracking_uri),
         experiment_file=download.file_here(file, folder.root),
         project_dir=str(Path.cwd()),
         # A child that was exported alone stands alone: it would wait for its parent for ever.
-        parent=read.parent if read.parent == named[0] != read.name else None,
+        parent=read.parent if read.parent == top != read.name else None,
+        parent_uuid=read.parent_uuid if read.parent_uuid in here else None,
+        parent_run_id=None,
+        mlflow_run_id=None,
     )
     RunFolder(unpacked).write_identity(identity)
     (unpacked / _UNFINISHED).touch()
