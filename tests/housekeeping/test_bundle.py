@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import os
 import re
 import shutil
 import stat
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import requests
 
-from rankzero.catalog.lookup import mlflow_id
+from rankzero.catalog.lookup import last_end, mlflow_id
 from rankzero.cli.main import main
 from rankzero.errors import UserError
 from rankzero.housekeeping import bundle
@@ -220,6 +221,17 @@ def test_child_of_a_child_stays_below_it(roots: tuple[Path, Path]) -> None:
     bundle.copy(folder, uri)
     there = MlflowRuns(uri)
     assert there.find_run("inner").tags["mlflow.parentRunId"] == there.find_run("study-t00").run_id
+
+
+def test_run_that_died_ends_in_the_bundle_when_it_died(
+    roots: tuple[Path, Path], tmp_path: Path
+) -> None:
+    append(folder := make_folder(roots[0], name="dead"), started(), steps(1, 9))
+    os.utime(folder.events, (T0 + 100, T0 + 100))
+    bundle.write(folder, tmp_path / "d.zip")
+    found = bundle.read(tmp_path / "d.zip", roots[1] / "runs", "sqlite:///x.db", offline=True)
+    end = last_end(found)
+    assert end is not None and (end.status, end.time) == ("FAILED", T0 + 100)
 
 
 def test_models_of_one_name_are_all_copied_in_their_order(roots: tuple[Path, Path]) -> None:

@@ -6,6 +6,7 @@ comes from MLflow: artifacts and models as they are, and the tags that people ch
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -71,18 +72,22 @@ def left_out(folder: RunFolder) -> list[RunFolder]:
 def write(folder: RunFolder, target: Path) -> None:
     """Write a run and its children into a new file. Raises UserError for a run that is used."""
     gone = left_out(folder)
-    sizes = {one: lookup.journal_bytes(one) for one in parts(folder) if one not in gone}
-    for one in sizes:
+    bundled = [one for one in parts(folder) if one not in gone]
+    for one in bundled:
         if is_written(one) or run_locks.is_recording(one):
             raise UserError(f"{one.path.name} runs, or its delivery does: wait for its end")
         if _was_elsewhere(one):
             raise _part_is_missing(one)
+        # Here, because an unpacked journal has the time of the import. Readers cannot.
+        with contextlib.suppress(PermissionError):
+            sync.close_if_dead(one, 0.0)
+    sizes = {one: lookup.journal_bytes(one) for one in bundled}
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
         with zipfile.ZipFile(temporary, "x", strict_timestamps=False) as archive:
-            named = [one.path.name for one in sizes]
+            named = [one.path.name for one in bundled]
             archive.writestr(_MANIFEST, json.dumps({"version": 1, "runs": named}))
-            for one in sizes:
+            for one in bundled:
                 _write_folder(archive, one)
                 # Next to the file, because a temporary folder may be too small for a model.
                 with tempfile.TemporaryDirectory(prefix=".rankzero-", dir=target.parent) as place:
