@@ -26,6 +26,7 @@ from rankzero.cli.main import main
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store.folder import RunFolder
 from support.commands import TINY, Command, command_in, free_port
+from support.runs import make_folder
 
 CHATTY = """
 from tiny import Tiny
@@ -237,6 +238,14 @@ def test_logs_show_what_the_ranks_printed(here: Here) -> None:
     assert code == 2 and "its ranks here are 0, 1" in output
     code, output = here("logs", "first", "--follow")
     assert code == 0 and "hello from a rank" in output and "first: FINISHED" in output
+
+
+def test_follow_on_a_machine_without_rank_0_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_folder(tmp_path, name="wide").system(1).touch()
+    assert main(["logs", "wide", "--follow", "--dir", str(tmp_path)]) == 2
+    assert "the journal of rank 0 is not on this disk" in capsys.readouterr().err
 
 
 def test_follow_does_not_affect_the_run_and_ends_with_it(rankzero: Command) -> None:

@@ -37,6 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     folder = named_runs.require(arguments.dir / "runs", arguments.run_name)
     if arguments.follow:
+        if folder.is_elsewhere:
+            here = command_lines.line(folder.root, "logs", folder.path.name)
+            why = "the journal of rank 0 is not on this disk: follow the run on its machine"
+            raise UserError(f"{why}; `{here}` shows what the ranks here printed")
         warn_if_interrupt_is_ignored()
         return _follow(folder, arguments.rank or 0)
     names = {path.name for path in (folder.path / "logs").glob("*/attempt_*/*")}
