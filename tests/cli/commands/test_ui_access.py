@@ -9,12 +9,14 @@ import http.server
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +25,7 @@ import pytest
 
 from rankzero.catalog.lookup import mlflow_id
 from rankzero.cli.commands import ui
+from rankzero.cli.main import main
 from rankzero.errors import UserError
 from rankzero.mlflow_store import server, uris
 from rankzero.run_store import delivery_state
@@ -455,6 +458,41 @@ def test_a_proxy_is_not_asked_for_the_own_server(monkeypatch: pytest.MonkeyPatch
         assert ui._is_up(process, address, threading.Event())
         process.kill()
         healthy.shutdown()
+
+
+def test_a_server_that_ends_after_its_start_is_an_error(
+    tmp_path: Path,
+    empty_database: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    copied(empty_database, tmp_path)
+    port = free_port()
+    short_lived = f"""
+import http.server
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", {port}), Healthy).handle_request()
+exit(3)
+"""
+    monkeypatch.setattr(server, "command", lambda *_: [sys.executable, "-c", short_lived])
+    assert main(["ui", "--no-open", "--port", str(port), "--dir", str(tmp_path)]) == 1
+    assert "MLflow's server ended with exit code 3" in capsys.readouterr().err
+
+
+def test_errors_of_a_server_that_runs_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b"a note of its start\n")
+    reader = threading.Thread(target=ui._show_errors, args=(os.fdopen(reading, "rb"),))
+    reader.start()
+    while select.select([reading], [], [], 0)[0]:
+        time.sleep(0.01)
+    os.write(writing, b"2026/11/28 INFO mlflow: x\nsqlite3.OperationalError: full\n")
+    os.close(writing)
+    reader.join()
+    assert capsys.readouterr().err == "sqlite3.OperationalError: full\n"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])

@@ -18,6 +18,7 @@ import webbrowser
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from rankzero.catalog import command_lines, lookup
 from rankzero.catalog.summary import Summary
@@ -100,8 +101,9 @@ def run(arguments: argparse.Namespace) -> int:
             _announce(arguments, access.address, links, notes)
         _wait_for_end(process)
     # A server that is stopped while it starts may end with any code.
-    is_wanted = stopping.is_set() or process.returncode in (0, -signal.SIGTERM, -signal.SIGINT)
-    return 0 if is_wanted else 1
+    if stopping.is_set() or process.returncode in (0, -signal.SIGTERM, -signal.SIGINT):
+        return 0
+    raise RunFailed(f"MLflow's server ended with exit code {process.returncode}")
 
 
 def _end_with_program() -> None:
@@ -175,11 +177,25 @@ def _is_up(process: subprocess.Popen[bytes], address: str, stopping: threading.E
 
 
 def _wait_for_end(process: subprocess.Popen[bytes]) -> None:
+    """Wait, and print what the server complains about."""
+    reader = threading.Thread(target=_show_errors, args=(process.stderr,), daemon=True)
+    reader.start()
     # A signal that comes just before a call that waits is handled after that call. A wait without
     # a limit would miss it.
     while process.returncode is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=_SIGNAL_SECONDS)
+            process.wait(timeout=_SIGNAL_SECONDS)
+    reader.join(_SIGNAL_SECONDS)
+
+
+def _show_errors(output: IO[bytes]) -> None:
+    # The pipe is closed here or at the end. A server that writes into a full one would wait.
+    with contextlib.suppress(OSError, ValueError), output:
+        os.read(output.fileno(), 1 << 16)  # the notes of its start
+        while text := os.read(output.fileno(), 1 << 16):
+            for line in text.decode(errors="replace").splitlines():
+                if " INFO" not in line:
+                    print(line, file=sys.stderr, flush=True)
 
 
 def _links(root: Path, address: str, empty: bool) -> Iterator[str]:
