@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import enum
 import io
 import weakref
@@ -12,6 +13,9 @@ from unittest import mock
 import numpy
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rankzero.errors import UserError
 from rankzero.training.checkpoints import host_copy
@@ -116,6 +120,19 @@ def test_a_tensor_that_could_not_be_loaded_again_is_refused() -> None:
     for _ in range(2):
         with pytest.raises(UserError, match=r"model.weight is a .*\.Wrapping, which could not be"):
             copier.copy({"model": {"weight": Wrapping(torch.ones(3))}})
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_part_of_a_tensor_is_refused(ranks: int) -> None:
+    """The others save nothing, and each of them would load rank 0's part."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    refused = pytest.raises(UserError, match=r"^model\.w is a DTensor, .*full_state_dict=True")
+    try:
+        weight = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (ranks,)))
+        with refused if ranks > 1 else contextlib.nullcontext():
+            host_copy.HostCopier().copy({"model": {"w": weight}})
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_prepared_memory_is_that_of_the_copy() -> None:

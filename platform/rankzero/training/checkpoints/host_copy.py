@@ -181,12 +181,17 @@ def _require_loadable(value: Any, path: tuple[Any, ...]) -> None:
     """Raise UserError if weights_only loading would refuse a checkpoint because of this value."""
     if type(value) in _PLAIN:
         return
-    content = io.BytesIO()
+    key, content = ".".join(map(str, path)), io.BytesIO()
+    if hasattr(value, "full_tensor") and value.device_mesh.size() > 1:
+        raise UserError(
+            f"{key} is a DTensor, of which rank 0 would save its own part: gather it on every rank "
+            "with get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), "
+            "from torch.distributed.checkpoint.state_dict"
+        )
     try:
         torch.save(value, content)
         torch.load(io.BytesIO(content.getbuffer()), weights_only=True)
     except Exception as error:  # pickling runs the value's own code
-        key = ".".join(map(str, path))
         raise UserError(
             f"{key} is a {type(value).__module__}.{type(value).__qualname__}, which could not be "
             "loaded again: make it a tensor, a number, a text, a path, or a list or dict of them"
