@@ -1000,6 +1000,12 @@ def test_values_reach_the_journal_without_another_call() -> None:
     wait_until(lambda: not flushers[0].is_alive())
 
 
+def test_checkpoint_reaches_the_journal_without_another_call() -> None:
+    with unrecorded() as run:
+        run.checkpoint({"x": torch.zeros(1)}, step=1)
+        wait_until(lambda: of_kind(run.folder, CheckpointSaved))
+
+
 def test_threads_that_log_at_once_lose_nothing() -> None:
     with unrecorded(flush_rows=3) as run:
 

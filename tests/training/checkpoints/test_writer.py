@@ -156,6 +156,9 @@ def test_what_a_killed_attempt_could_not_log_is_logged_by_the_next(tmp_path: Pat
     without_deleted = [event for event in events if not isinstance(event, CheckpointDeleted)]
     (deleted,) = unlogged(tmp_path, without_deleted, 1, GOAL)
     assert isinstance(deleted, CheckpointDeleted) and deleted.step == 1
+    (tmp_path / "own_loop").mkdir()
+    save_steps(tmp_path / "own_loop", {0: 0.5})
+    assert [one.step for one in unlogged(tmp_path / "own_loop", [started()], 1, GOAL)] == [0]
 
 
 def test_a_step_that_a_killed_attempt_saved_again_is_logged_again(tmp_path: Path) -> None:

@@ -82,10 +82,7 @@ class Attempt:
         if due or len(self._rows) >= self._flush_rows:
             self.flush()
         elif not self._has_flusher:
-            self._has_flusher = True
-            # While a process ends, Python starts no thread. The end of the run flushes, too.
-            with contextlib.suppress(RuntimeError):
-                threading.Thread(target=self._flush_late, name="flusher", daemon=True).start()
+            self._start_flusher()
 
     def note_use(self, moment: float) -> None:
         """Note that the program uses the run, and has not ended."""
@@ -130,6 +127,8 @@ class Attempt:
                 self._note_higher(at)
         self._log_all(self.history.checkpoint(at))
         self._log_all(self.checkpoints.save(state_dict, at, measured, better))
+        if not self._has_flusher:
+            self._start_flusher()
 
     def _note_higher(self, at: int) -> None:
         """Note a checkpoint of an earlier attempt that stays the last one."""
@@ -194,18 +193,25 @@ class Attempt:
         self._log_all(self.history.columns(rows, floats))
         self.log.flush()
 
+    def _start_flusher(self) -> None:
+        self._has_flusher = True
+        # While a process ends, Python starts no thread. The end of the run flushes, too.
+        with contextlib.suppress(RuntimeError):
+            threading.Thread(target=self._flush_late, name="flusher", daemon=True).start()
+
     def _flush_late(self) -> None:
-        """Log values that no later call flushes. Runs in a thread, while values wait."""
+        """Log what no later call flushes. Runs in a thread, while values or a checkpoint wait."""
         while True:
             time.sleep(_FLUSH_SECONDS)
             with self._lock():
-                if not self._rows:
+                saves = self.checkpoints is not None and self.checkpoints.is_unlogged
+                if not self._rows and not saves:
                     self._has_flusher = False
                     return
                 # A read of a GPU would break a CUDA graph that the training captures meanwhile.
                 waiting = ((step, *row.values()) for step, _, row in self._rows)
                 on_host = [*itertools.takewhile(lambda row: all(map(is_on_host, row)), waiting)]
-                if on_host:
+                if on_host or saves:
                     flush = functools.partial(self._flush, len(on_host))
                     guarded("values are lost", flush, self.log.notice)
 

@@ -7,6 +7,7 @@ would be resumed behind steps that nobody has logged.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -142,6 +143,11 @@ class Checkpoints:
         pending = self._pending
         return pending is not None and not pending.done()
 
+    @property
+    def is_unlogged(self) -> bool:
+        """Whether `poll` will return the events of a write."""
+        return self._pending is not None
+
     def bytes_moved(self) -> int:
         """Return how much the thread has read and written. Linux only, else 0."""
         # Not the size of the file: its sync and its checksum may take as long as its bytes. Each
@@ -258,11 +264,11 @@ def unlogged(run_folder: Path, events: Iterable[Event], keep: int, goal: Goal) -
     `events`: of the run's journal. Without these events, MLflow would never get the newest
     checkpoint, or would keep a deleted one.
     """
-    began: list[int] = []
+    first = math.inf
     logged: dict[Path, CheckpointSaved] = {}
     for event in events:
         if isinstance(event, RunStarted):
-            began.append(event.step)
+            first = min(first, event.step)
         elif isinstance(event, CheckpointSaved):
             logged[run_folder / event.path] = event
         elif isinstance(event, CheckpointDeleted):
@@ -277,7 +283,8 @@ def unlogged(run_folder: Path, events: Iterable[Event], keep: int, goal: Goal) -
         # disk's attempts continue from them. A repeated evaluation saves a step again.
         if (path not in logged or _results(logged[path]) != _results(manifest))
         and not (path / checkpoint_files.DOWNLOADED).exists()
-        and manifest.step > min(began, default=manifest.step)
+        # An attempt that begins at step 0 has downloaded nothing, and an own loop may save step 0.
+        and (first == 0 or manifest.step > first)
     ]
     missing = {
         path: Manifest(event.step, event.metrics, event.best, {})
