@@ -31,6 +31,14 @@ def test_saved_state_is_loaded_again(tmp_path: Path) -> None:
     assert loaded["a"]["b"][1:] == [1.5, None, "x"] and loaded["n"] == (3, tmp_path)
 
 
+def test_state_of_a_module_keeps_its_version(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, 1, GOAL)
+    checkpoints.save(torch.nn.BatchNorm1d(1).state_dict(), 1, {}, False)
+    checkpoints.close()
+    loaded: Any = restore.load(tmp_path / "checkpoints/step_00000001")
+    assert loaded._metadata[""]["version"] == 2
+
+
 def test_later_changes_of_a_tensor_do_not_reach_the_checkpoint(tmp_path: Path) -> None:
     weights = torch.zeros(1000)
     checkpoints = Checkpoints(tmp_path, 2, GOAL)

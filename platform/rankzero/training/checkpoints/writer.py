@@ -113,7 +113,8 @@ class Checkpoints:
         self._flush_journal()
         before, self._error = self._error, None
         try:
-            copy = self._copier.copy(dict(state))
+            # A copy as a dict would lose the versions that a module's state has.
+            copy = self._copier.copy(state if isinstance(state, dict) else dict(state))
         except UserError as error:
             self._error, self._last = error, (PendingCopy({}, []), step, dict(metrics), best)
             if str(before) != str(error):  # The next state has the same value, as a rule.
