@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +17,7 @@ from rankzero.errors import UserError
 from rankzero.ranks import Ranks
 from rankzero.training.distributed.world import World
 from rankzero.training.strategies.base import MicroBatchStep, Shard
-from rankzero.training.strategies.replicated import _divided
+from rankzero.training.strategies.replicated import Replicated, _divided
 from rankzero.training.strategies.sharded import Sharded, fsdp
 from support.training import tiny
 
@@ -37,6 +38,19 @@ def test_a_model_of_several_types_is_refused_with_advice() -> None:
     # zero1 refuses it, too, so neither names the other.
     with pytest.raises(UserError, match=r"zero1 cannot divide SGD: .*; use ddp$"):
         _divided(torch.optim.SGD(of_two_types().parameters()))
+
+
+@pytest.mark.usefixtures("group")
+def test_zero1_holds_a_loaded_state_once() -> None:
+    model, world = nn.Linear(2, 2), World(Ranks(), torch.device("cpu"))
+    optimizer = _divided(torch.optim.Adam(model.parameters()))
+    strategy = Replicated(model, model, optimizer, Shard(0, 1), world)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    saved = copy.deepcopy(strategy.state()["optimizer"])
+    strategy.load({"model": model.state_dict(), "optimizer": copy.deepcopy(saved)})
+    assert not optimizer.state and saved["state"]
+    assert str(strategy.state()["optimizer"]) == str(saved)
 
 
 def test_a_parameter_without_dimensions_is_named() -> None:

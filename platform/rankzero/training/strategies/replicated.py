@@ -155,6 +155,10 @@ class Replicated:
         names = parameter_names.order(self.model, self.optimizer)
         numbered = parameter_names.by_number(saved["optimizer"], names)
         self.optimizer.load_state_dict(numbered)
+        for part in parts_of(self.optimizer):
+            if hasattr(part, "consolidate_state_dict"):
+                # ZeRO's own optimizer has the states. These are copies that nothing reads.
+                part.state.clear()
         optimizers.keep_types(self.optimizer, numbered, [saved["model"].get(one) for one in names])
 
 
