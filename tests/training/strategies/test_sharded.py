@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from types import SimpleNamespace
 from typing import Any, cast
@@ -51,6 +52,28 @@ def test_zero1_holds_a_loaded_state_once() -> None:
     strategy.load({"model": model.state_dict(), "optimizer": copy.deepcopy(saved)})
     assert not optimizer.state and saved["state"]
     assert str(strategy.state()["optimizer"]) == str(saved)
+
+
+class Decaying(torch.optim.Adam):
+    """With a decay that the learning rate does not scale."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.mul_(0.5)
+        super().step(closure)
+
+
+@pytest.mark.usefixtures("group")
+def test_loading_an_optimizer_changes_no_weight() -> None:
+    model = nn.Linear(2, 2)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    world = World(Ranks(), torch.device("cpu"))
+    strategy = Sharded(model, Decaying(model.parameters()), Shard(0, 1), world)
+    strategy.state()  # PyTorch makes the states of the optimizer.
+    saved = copy.deepcopy(strategy.state())
+    dataclasses.replace(strategy, optimizer=Decaying(model.parameters())).load(saved)
+    assert torch.equal(strategy.model_state()["weight"], saved["model"]["weight"])
 
 
 def test_a_parameter_without_dimensions_is_named() -> None:

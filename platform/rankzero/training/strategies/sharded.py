@@ -134,18 +134,18 @@ class Sharded:
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        self.load_model(saved["model"])
         # A checkpoint of a replicated model has numbers instead of names.
         names = parameter_names.order(self.model, self.optimizer)
         named = parameter_names.by_name(saved["optimizer"], names)
-        if not named["state"]:
-            # Plain SGD has none, and PyTorch would fail.
-            return
-        # PyTorch loads the state of parameters with gradients, and wants it for each of them.
-        trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        set_trained(self.model, named["state"])
-        set_optimizer_state_dict(self.model, self.optimizer, named, options=_SCATTER)
-        set_trained(self.model, trained)
+        # Plain SGD has none, and PyTorch would fail.
+        if named["state"]:
+            # PyTorch loads the state of parameters with gradients, and wants it for each of them.
+            trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
+            set_trained(self.model, named["state"])
+            set_optimizer_state_dict(self.model, self.optimizer, named, options=_SCATTER)
+            set_trained(self.model, trained)
+        # PyTorch has let the optimizer step, at lr 0, which may change the weights.
+        self.load_model(saved["model"])
 
 
 def fsdp(experiment: Experiment, model: nn.Module, world: World) -> Sharded:
