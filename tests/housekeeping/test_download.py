@@ -9,11 +9,13 @@ import pytest
 import torch
 from mlflow import MlflowClient
 
+from rankzero.catalog.lookup import find
 from rankzero.events import CheckpointSaved
 from rankzero.experiment import Goal
 from rankzero.housekeeping import download
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.mlflow_store.client.models import MlflowModels
+from rankzero.mlflow_store.uris import TrackingError
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder
 from rankzero.training.checkpoints import restore
@@ -114,6 +116,19 @@ def test_run_that_was_renamed_in_mlflow_is_the_one_on_this_disk(
     runs = uploaded.path.parent
     assert download.run_folder(runs, sqlite, "the good one") == uploaded
     assert [path.name for path in runs.iterdir()] == [uploaded.path.name]
+
+
+def test_settings_that_do_not_come_leave_no_folder(
+    uploaded: RunFolder, sqlite: str, tmp_path: Path
+) -> None:
+    runs, run_id = tmp_path / "elsewhere" / "runs", uploaded.identity.mlflow_run_id or ""
+    with pytest.raises(TrackingError):
+        download.run_folder(runs, sqlite, run_id)
+    assert find(runs, run_id) is None
+    uploaded.config.write_text("lr: 0.1")
+    tracker = MlflowRuns(sqlite)
+    tracker.log_artifact(tracker.find_run(run_id).run_id, uploaded.config)
+    assert download.run_folder(runs, sqlite, run_id).config.read_text() == "lr: 0.1"
 
 
 def test_broken_checkpoint_is_skipped_and_reported(uploaded: RunFolder) -> None:

@@ -14,7 +14,7 @@ from rankzero.mlflow_store.uris import TrackingError, artifact_root
 from rankzero.redaction.text import line_without_secrets
 from rankzero.run_store import checkpoint_files, names
 from rankzero.run_store.folder import Identity, RunFolder
-from rankzero.run_store.location import may_be_foreign
+from rankzero.run_store.location import make_root, may_be_foreign
 from rankzero.tracking.open_run import connect
 
 if TYPE_CHECKING:
@@ -45,11 +45,13 @@ def run_folder(runs: Path, tracking_uri: str, name_or_id: str) -> RunFolder:
         project_dir=str(Path.cwd()),
         mlflow_run_id=found.run_id,
     )
-    folder = RunFolder.open_or_create(runs, identity)
-    with tempfile.TemporaryDirectory(prefix=".download-", dir=folder.path) as temporary:
+    make_root(runs.parent)
+    # First: if it does not come, there must be no folder that a second try would find.
+    with tempfile.TemporaryDirectory(prefix=".download-", dir=runs.parent) as temporary:
         settings = tracker.download_artifact(found.run_id, "config.yaml", Path(temporary))
         require_plain_files(Path(temporary))
-        settings.replace(folder.config)
+        folder = RunFolder.open_or_create(runs, identity)
+        shutil.move(settings, folder.config)
     return folder
 
 
