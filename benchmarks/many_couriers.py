@@ -37,7 +37,7 @@ from rankzero.run_store import run_locks
 from rankzero.run_store.attempt import LiveAttempt
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import Journal
-from rankzero.tracking import courier
+from rankzero.tracking import courier, open_run
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.trial_deliverers import TrialDeliverers
 
@@ -145,7 +145,7 @@ def measure(options: argparse.Namespace, root: Path, uri: str) -> dict[str, Any]
     try:
         server.wait()
         # In this process, for all that are forked from it.
-        courier.connect(server.uri)
+        open_run.connect(server.uri)
         runs, trainings = root / "runs", list[Training]()
         runs.mkdir()
         for _ in range(options.couriers):

@@ -290,7 +290,7 @@ def test_courier_that_waits_for_mlflow_is_behind(folder: RunFolder, reader: int)
 
 def test_courier_connects_without_the_packages_that_it_does_not_need(tmp_path: Path) -> None:
     code = (
-        "import gc, sys; from rankzero.tracking.courier import connect; "
+        "import gc, sys; from rankzero.tracking.open_run import connect; "
         f"connect('sqlite:///{tmp_path}/mlflow.db'); "
         "assert gc.isenabled(); "
         "print([name in sys.modules for name in ('numpy', 'pandas', 'pyarrow', 'pygments')]); "

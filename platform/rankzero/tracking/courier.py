@@ -9,13 +9,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import gc
-import importlib.metadata
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rankzero.mlflow_store.patience import grace_seconds
 from rankzero.redaction.text import log_without_secrets
@@ -24,39 +20,10 @@ from rankzero.run_store.attempt import LiveAttempt, closed, finish_lines
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import finish_line
 from rankzero.run_store.provenance import write_packages
-from rankzero.tracking import open_run
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.retry import PAUSE_SECONDS, guarded, succeeds
 from rankzero.tracking.throttle import Throttle, give_way
 from rankzero.tracking.trial_deliverers import TrialDeliverers
-
-if TYPE_CHECKING:
-    from rankzero.mlflow_store.client import MlflowRuns
-
-# MLflow imports the first three for data sets and models, if they are there. Its package
-# mlflow-skinny lacks them. Mako, which MLflow's migrations import, highlights code with Pygments.
-_NOT_NEEDED = ("numpy", "pandas", "pyarrow", "pygments")
-# The kinds of plugins that MLflow brings along. Others may need any package.
-_MLFLOWS_OWN = {"mlflow.app", "mlflow.app.client", "mlflow.deployments"}
-
-
-def connect(tracking_uri: str) -> MlflowRuns:
-    """Return the tracking store, for two fifths of the processor time of `open_run.connect`.
-
-    On a busy machine, a second of processor time takes ten and more.
-    """
-    found = (name for name in importlib.metadata.entry_points().groups if name[:7] == "mlflow.")
-    blocked = () if {*found} - _MLFLOWS_OWN else {*_NOT_NEEDED}.difference(sys.modules)
-    # Half a million objects come and stay. The collector would walk all of them several times.
-    gc.disable()
-    sys.modules.update(dict.fromkeys(blocked))  # type: ignore[arg-type]
-    try:
-        return open_run.connect(tracking_uri)
-    finally:
-        for name in blocked:
-            del sys.modules[name]
-        gc.freeze()
-        gc.enable()
 
 
 def deliver_attempt(
@@ -145,8 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             guarded(lambda: write_packages(folder.artifacts))
         deliver_attempt(
             LiveAttempt(folder, options.node, options.token),
-            Deliverer(folder, options.node, connect),
-            TrialDeliverers(folder, functools.partial(Deliverer, connect=connect)),
+            Deliverer(folder, options.node),
+            TrialDeliverers(folder),
             options.pipe,
             on_idle=throttle.caught_up,
         )

@@ -37,7 +37,7 @@ from rankzero.run_store.attempt import is_written, sole_launcher
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.run_store.location import may_be_foreign
-from rankzero.tracking import sync
+from rankzero.tracking import open_run, sync
 
 RECORDER_SECONDS = 10.0  # for a live recorder to write how the previous attempt ended
 
@@ -162,10 +162,9 @@ def _of_server(arguments: argparse.Namespace) -> RunFolder | None:
     if arguments.offline or uri == uris.default_tracking_uri(arguments.dir):
         return None
     from rankzero.housekeeping import download
-    from rankzero.mlflow_store.client import MlflowRuns
 
     try:
-        run = MlflowRuns(uri).find_run(arguments.run_name, options.experiment_name(arguments))
+        run = open_run.connect(uri).find_run(arguments.run_name, options.experiment_name(arguments))
     except uris.NoSuchRun:
         return None
     place = url_without_secrets(uri)

@@ -28,6 +28,7 @@ from rankzero.launch.signals import handled_signals
 from rankzero.mlflow_store import saved_view, server, uris
 from rankzero.run_store import delivery_state as delivery
 from rankzero.run_store.folder import write_atomically
+from rankzero.tracking import open_run
 
 _STARTUP_SECONDS = 60.0
 _SIGNAL_SECONDS = 1.0
@@ -223,15 +224,13 @@ def _links(root: Path, address: str, empty: bool) -> Iterator[str]:
 
 def _save_views(tracking_uri: str, runs: Sequence[Summary]) -> dict[str, str]:
     """Save each experiment's view, for its newest run's goal; return their ids by name."""
-    from rankzero.mlflow_store.client import MlflowRuns
-
     goals: dict[str, str] = {}
     for one in runs:
         goals[one.experiment] = goals.get(one.experiment) or one.goal
     found: dict[str, str] = {}
     # A database may be read-only, or of another MLflow version. The server reports that itself.
     with contextlib.suppress(Exception):
-        tracker = MlflowRuns(tracking_uri)
+        tracker = open_run.connect(tracking_uri)
         for name, goal in goals.items():
             identity = tracker.save_view(name, goal)
             found |= {name: identity} if identity else {}
