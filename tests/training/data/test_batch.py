@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import UserDict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -53,6 +54,30 @@ def test_objects_with_a_method_to_are_moved() -> None:
     assert rows_of(text, torch.tensor([2]))["ids"].shape == (1, 2) and samples_in(encoded) == 3
     packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
     assert to_device(packed, CPU).data.tolist() == [1.0, 1.0, 1.0]
+
+
+class Locked(Mapping[str, Any]):
+    """A mapping that moves itself, as a TensorDict does."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.x
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("x")
+
+    def __len__(self) -> int:
+        return 1
+
+    def to(self, device: torch.device) -> Locked:
+        return Locked(self.x.to(device))
+
+
+def test_a_mapping_that_moves_itself_is_moved_whole() -> None:
+    moved = to_device(Locked(torch.zeros(3)), torch.device("meta"))
+    assert isinstance(moved, Locked) and moved.x.is_meta and samples_in(moved) == 3
 
 
 @dataclasses.dataclass(frozen=True)

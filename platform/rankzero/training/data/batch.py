@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -88,6 +89,10 @@ def map_tensors(
 
     if isinstance(batch, Tensor):
         return change(batch)
+    # A TensorDict is a mapping, and a PackedSequence is a tuple, so this comes first. The `to` of a
+    # BatchEncoding, a UserDict, leaves out other objects.
+    if callable(getattr(batch, "to", None)) and not isinstance(batch, (dict, UserDict)):
+        return change_other(batch)
     if isinstance(batch, Mapping):
         values = {key: changed(value) for key, value in batch.items()}
         if type(batch) is dict or not isinstance(batch, MutableMapping):
@@ -96,9 +101,6 @@ def map_tensors(
         other = copy.copy(batch)
         other.update(values)
         return other
-    # A PackedSequence is a tuple too, so this comes first.
-    if callable(getattr(batch, "to", None)):
-        return change_other(batch)
     if isinstance(batch, (list, tuple)):
         is_named = hasattr(batch, "_fields")
         return type(batch)(*map(changed, batch)) if is_named else type(batch)(map(changed, batch))

@@ -14,7 +14,7 @@ from torch import nn
 from rankzero import ranks
 from rankzero.experiment import Experiment
 from rankzero.training import rng
-from rankzero.training.data.batch import map_tensors
+from rankzero.training.data.batch import to_device
 from rankzero.training.distributed.world import World
 from rankzero.training.metrics.peak_flops import peak_flops
 from rankzero.training.metrics.stateful import without_stateful
@@ -75,7 +75,7 @@ class WorkMeter:
         from torch.utils.flop_counter import FlopCounterMode
 
         assert self._model is not None
-        meta = map_tensors(batch, lambda tensor: tensor.to("meta"))
+        meta = to_device(batch, torch.device("meta"))
         with FlopCounterMode(display=False) as counter:
             for measure in self._measures:
                 step = MicroBatchStep(measure, contextlib.nullcontext(), None, 1)
