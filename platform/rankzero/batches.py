@@ -60,7 +60,7 @@ def by_length(
 
     if (batch_size is None) == (tokens is None):
         raise UserError("by_length() takes one of batch_size and tokens")
-    given = torch.as_tensor(lengths, dtype=torch.float64)
+    given = torch.as_tensor(lengths, dtype=torch.float64, device="cpu")
     noise = torch.rand(len(given), dtype=torch.float64, generator=generator)
     if batch_size is not None:
         steps = _whole_batches(len(given), batch_size)

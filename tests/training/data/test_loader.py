@@ -141,6 +141,13 @@ def test_a_tensor_data_set_is_gathered_batch_by_batch() -> None:
         assert x.tolist() == y.tolist() == indices.tolist()
 
 
+def test_a_large_tensor_data_set_stays_on_the_device_where_it_is() -> None:
+    meta = torch.device("meta")  # from which no tensor can be copied
+    large = TensorDataset(torch.empty(2, 1 << 28, device=meta))
+    loader = BatchLoader(large, meta, seed=0, workers=0, collate=default_collate)
+    assert loader._tensors is not None and loader._tensors[0] is large.tensors[0]
+
+
 def test_an_overridden_collate_is_used_for_tensors_too() -> None:
     class Shifted(Experiment):
         def collate(self, samples: list[Any]) -> Any:

@@ -62,7 +62,8 @@ class BatchLoader:
         self._tensors: list[Tensor] | None = None
         if in_memory(dataset, collate):
             size = sum(tensor.nbytes for tensor in dataset.tensors)
-            home = device if size <= _RESIDENT_BYTES else torch.device("cpu")
+            is_there = dataset.tensors[0].device == device
+            home = device if is_there or size <= _RESIDENT_BYTES else torch.device("cpu")
             self._tensors = [tensor.to(home) for tensor in dataset.tensors]
 
     def train_batches(
