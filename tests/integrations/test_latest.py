@@ -30,7 +30,7 @@ def trained(**options: Any) -> TrackedRun:
         for step in (1, 2, 3):
             run.log({"train/loss": 1.0 / step}, step)
             if step == 2:
-                run.checkpoint({"weight": torch.ones(2), "step": 2}, 2)
+                run.checkpoint({"weight": torch.ones(2), "step": 2}, 2, {"val/loss": 0.5})
     return run
 
 
@@ -140,6 +140,7 @@ def test_checkpoint_comes_from_mlflow_if_the_disk_has_none() -> None:
     store = folder.identity.tracking_uri
     with rankzero.track("mine", name="r1", folder="elsewhere", tracking_uri=store) as run:
         state = run.latest()
+        assert not run.evaluated({"val/loss": 0.6}, 3), "the best is the checkpoint's"
     assert state is not None and state["step"] == 2
     (told,) = of_kind(run.folder, Noticed)
     assert "step_00000002 is that of MLflow's run" in told.text

@@ -12,6 +12,7 @@ from rankzero.events import CheckpointSaved, Evaluated, Event, RunStarted, Steps
 from rankzero.experiment import Goal
 from rankzero.integrations.own_loop.values import Tell, shown, to_float
 from rankzero.run_store import provenance
+from rankzero.run_store.checkpoint_files import Manifest
 
 Row = tuple[Any, float, Mapping[str, Any]]  # step, time, values by name
 
@@ -147,13 +148,16 @@ class MetricHistory:
         if len(self._at_checkpoints) > _MOST:
             del self._at_checkpoints[next(iter(self._at_checkpoints))]
 
-    def continue_from(self, step: int | None) -> None:
+    def continue_from(self, step: int | None, kept: Iterable[Manifest]) -> None:
         """Count on from a checkpoint: its step, and each metric's own at that time.
 
-        Later values are no longer the best, nor is any without a checkpoint.
+        Later values are no longer the best, nor is any without a checkpoint. `kept`: all, by step.
         """
         counted = {} if step is None else self._at_checkpoints.get(step, {})
         if not self._evaluations:
+            # Checkpoints may come from MLflow, and the journal does not.
+            for one in () if self._bests else kept:
+                self._recall_goal(one.metrics.get(self._goal.metric), one.step)
             at = -math.inf if step is None else max(step, counted.get(self._goal.metric, step))
             before = [best for best in self._bests if best[0] <= at]
             self._best_step, self.best = before[-1] if before else (0, None)

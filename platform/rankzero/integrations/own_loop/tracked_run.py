@@ -25,7 +25,7 @@ from rankzero.integrations.own_loop.params import params_of
 from rankzero.integrations.own_loop.values import pairs_of, read_pairs, snapshot
 from rankzero.mlflow_store import limits
 from rankzero.redaction.text import settings_without_secrets, url_without_secrets
-from rankzero.run_store import delivery_state, names
+from rankzero.run_store import checkpoint_files, delivery_state, names
 from rankzero.run_store.delivery_state import DeliveryState
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.tracking.run_log import RunLog
@@ -552,7 +552,8 @@ class TrackedRun:
                 self._log.folder, self._log.notice, in_mlflow=self._named and not self._offline
             )
             state, step = found or (None, None)
-            self._attempt.history.continue_from(step)
+            kept = checkpoint_files.known(self._log.folder.checkpoints).values()
+            self._attempt.history.continue_from(step, kept)
             return state
 
     def _read(self, entries: object, read: Callable[[Any], T], kind: str) -> dict[str, T]:
