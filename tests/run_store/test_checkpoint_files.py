@@ -124,7 +124,6 @@ def test_altered_manifest_is_skipped_and_causes_no_deletion(
     [
         {"files": {STATE: 5}},
         {"step": "2"},
-        {"step": -1},
         {"step": True},
         {"metrics": {"val/loss": "low"}},
         {"metrics": []},
@@ -145,6 +144,14 @@ def test_manifest_with_values_of_wrong_types_is_broken(
         == tmp_path / "checkpoints/step_00000001"
     )
     assert checkpoint_files.best(tmp_path / "checkpoints", GOAL) is not None
+
+
+def test_checkpoint_of_a_negative_step_is_read(tmp_path: Path) -> None:
+    """An own loop may save its baseline as step -1."""
+    save_steps(tmp_path, {-1: 0.1})
+    found, problems = checkpoint_files.newest_intact(tmp_path / "checkpoints")
+    assert found is not None and checkpoint_files.read_manifest(found).step == -1
+    assert not problems
 
 
 def test_leftover_of_a_killed_replacement_is_not_in_the_way_of_the_next(tmp_path: Path) -> None:

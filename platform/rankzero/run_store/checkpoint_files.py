@@ -332,7 +332,6 @@ def _has_valid_fields(manifest: Manifest) -> bool:
     world_size = 1 if manifest.world_size is None else manifest.world_size
     return (
         all(type(number) is int for number in (manifest.step, world_size, manifest.format))
-        and manifest.step >= 0
         and world_size >= 1
         and isinstance(manifest.metrics, dict)
         and all(isinstance(value, (int, float)) for value in manifest.metrics.values())
