@@ -105,9 +105,18 @@ try:
     restore(example.convnet(8), checkpoint)
 except ValueError as error:
     print("refused:", error)
+other = example.convnet(16)
+other.compile("sgd", "mse")
+before = other.get_weights()
+try:
+    restore(other, checkpoint)
+except ValueError:
+    assert all(np.array_equal(a, b) for a, b in zip(before, other.get_weights(), strict=True))
+    print("nothing is loaded")
 """,
     )
     assert "refused: the model of" in output and "does not fit this model" in output
+    assert "nothing is loaded" in output
     assert tracked(tmp_path).status == "FINISHED"
 
 

@@ -130,23 +130,24 @@ class RankZeroCallback(keras.callbacks.Callback):
 def restore(model: keras.Model, checkpoint: str | Path) -> None:
     """Load a checkpoint (``…/checkpoints/step_…``) into a built, compiled model and its optimizer.
 
-    Raises BrokenCheckpoint if the folder is damaged, ValueError if the checkpoint does not fit the
-    model.
+    Raises BrokenCheckpoint if the folder is damaged, ValueError if it does not fit the model.
     """
     from rankzero.training.checkpoints.restore import load
 
     state = load(Path(checkpoint))
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
-    for group, variables in _variables(model).items():
-        values = list(state[group].values())
-        saved, own = [[tuple(one.shape) for one in found] for found in (values, variables)]
+    groups = _variables(model)
+    for group, variables in groups.items():
+        found = state[group].values()
+        saved, own = [[tuple(one.shape) for one in side] for side in (found, variables)]
         if saved != own:
             raise ValueError(
                 f"the {group} of {checkpoint} does not fit this model: its shapes are {saved}, the "
                 f"model's {own}"
             )
-        for variable, value in zip(variables, values, strict=True):
+    for group, variables in groups.items():
+        for variable, value in zip(variables, state[group].values(), strict=True):
             variable.assign(value.numpy())
 
 
