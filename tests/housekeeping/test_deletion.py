@@ -379,7 +379,8 @@ def test_run_that_was_renamed_in_mlflow_is_shown_by_that_name(root: Path, here: 
     code, output = here("delete", "study", "--yes")
     assert code == 0 and f"{same} and 1 more" in output, output
     assert f"rankzero delete --restore '{same}'" in output, output
-    assert here("delete", "--restore", same) == (0, f"{same} is back\n")
+    code, output = here("delete", "--restore", same)
+    assert code == 0 and output.startswith(f"{same} is back, with all"), output
 
 
 def test_registered_model_keeps_its_run(root: Path, here: Here) -> None:
@@ -454,6 +455,10 @@ def test_child_that_was_deleted_alone_in_mlflow_is_restored(root: Path, here: He
         assert here("delete", "--restore", name)[0] == 0
     assert names(root) == {"study", "study-t00", "study-t01"}
     assert here("prune", "--keep-best", 0, "--dry-run")[0] == 0
+    store(root).deletion.delete(run_id)
+    here("delete", "study", "--yes")
+    assert "also those deleted alone" in here("delete", "--restore", "study")[1]
+    assert names(root) == {"study", "study-t00", "study-t01"}
 
 
 def test_child_that_never_began_goes_with_its_run(root: Path, here: Here) -> None:

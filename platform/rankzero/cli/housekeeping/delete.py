@@ -80,7 +80,8 @@ def _restore(keeper: Housekeeper, folders: Sequence[RunFolder]) -> int:
     for name, folder in zip(lookup.shown_names(folders), folders, strict=True):
         try:
             keeper.restore(folder)
-            print(f"{name} is back")
+            others = ", with all of its runs, also those deleted alone" if folder.children else ""
+            print(f"{name} is back{others}")
         except Exception as error:
             if len(folders) == 1:
                 raise
