@@ -54,6 +54,15 @@ def test_folder_that_disappears_does_not_stop_other_deliveries(
     assert {status[folder.path.name] for folder in (made[0], made[2])} == {"KILLED"}
 
 
+def test_offline_run_that_trains_is_not_complete(
+    sqlite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    append(folder := make_folder(tmp_path, sqlite, name="one"), started(), steps(1, 3))
+    run_locks.claim(folder, 0)
+    assert command.run(argparse.Namespace(run="one", dir=tmp_path)) == 0
+    assert capsys.readouterr().out.startswith("one: still trains, ")
+
+
 def test_a_run_that_trains_holds_up_no_other_delivery(
     sqlite: str,
     tmp_path: Path,

@@ -87,10 +87,10 @@ def deliver(folder: RunFolder, away: set[str], *, is_named: bool, seconds: float
         why = "its recorder is alive and must write the run's end first"
         print(f"{name}: {why}; try again later: {again}")
         return FAILED
-    lacks = ""
+    lacks, stands = "", "still trains" if is_open else "complete"
     if result.page_update_waits:
         lacks = f" except for the latest problems on its page: {again}"
-    print(f"{name}: complete, {result.delivered:,} values in MLflow{lacks}")
+    print(f"{name}: {stands}, {result.delivered:,} values in MLflow{lacks}")
     for line in result.trouble:
         print(f"  {line}")
     return _log_models(folder)
