@@ -283,6 +283,7 @@ def test_run_is_exported(
 ) -> None:
     artifacts = trained.folder / "mlruns/runs/first/artifacts"
     for name in ("train/roc.png", "val/roc.png"):
+        (artifacts / "folder.png").mkdir(exist_ok=True)
         (artifacts / name).parent.mkdir(exist_ok=True)
         (artifacts / name).write_text(name)
     code, output = here("export", "first", "--to", tmp_path / "csv")

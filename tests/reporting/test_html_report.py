@@ -96,6 +96,7 @@ def test_a_study_has_the_charts_of_its_search_and_no_picture_of_them(tmp_path: P
 def test_the_newest_pictures_that_a_program_logged_are_in_the_page(tmp_path: Path) -> None:
     append(folder := make_folder(tmp_path), started(), ended())
     for epoch in range(13):
+        (folder.artifacts / "folder.png").mkdir(parents=True, exist_ok=True)
         (picture := folder.artifacts / f"{epoch:02}.png").parent.mkdir(exist_ok=True)
         picture.write_bytes(b"png")
         os.utime(picture, (T0 + epoch, T0 + epoch))

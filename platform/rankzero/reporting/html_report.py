@@ -146,7 +146,8 @@ def _pictures(folder: RunFolder, missing: list[str]) -> Iterator[str]:
             missing.append(f"the pictures of {folder.path.name}: {why}")
             yield f"<p>This page lacks {html.escape(missing[-1])}</p>"
             found = {}
-        pictures = sorted(folder.artifacts.rglob("*.png"), key=lambda one: -one.lstat().st_mtime_ns)
+        files = (one for one in folder.artifacts.rglob("*.png") if one.is_file())
+        pictures = sorted(files, key=lambda one: -one.lstat().st_mtime_ns)
         logged = [one for one in pictures if not symlinks.leads_out(one, folder.artifacts)]
         found |= {str(one.relative_to(folder.artifacts).with_suffix("")): one for one in logged}
         if found:

@@ -99,7 +99,7 @@ def _write_all(folder: RunFolder, target: Path, kind: str) -> list[Path]:
     if learning_curves.write(picture, metrics, facts.goal.metric):
         files.append(picture)
     for path in sorted(folder.artifacts.rglob("*.png")):
-        if symlinks.leads_out(path, folder.artifacts):
+        if not path.is_file() or symlinks.leads_out(path, folder.artifacts):
             continue
         # Two folders may have a picture of one name.
         copied = target / "figures" / path.relative_to(folder.artifacts)
