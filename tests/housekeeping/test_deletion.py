@@ -461,6 +461,12 @@ def test_child_that_was_deleted_alone_in_mlflow_is_restored(root: Path, here: He
     assert names(root) == {"study", "study-t00", "study-t01"}
 
 
+def test_users_who_may_write_to_the_runs_share_the_leftovers(tmp_path: Path) -> None:
+    tmp_path.chmod(0o2777)
+    removal.workplace(tmp_path, "copy")
+    assert (tmp_path / ".leftovers").stat().st_mode & 0o7777 == 0o2777
+
+
 def test_child_that_never_began_goes_with_its_run(root: Path, here: Here) -> None:
     study = finished(root, "study")
     runs = root / "runs"

@@ -43,8 +43,12 @@ def _files(folder: str) -> Iterator[os.DirEntry[str]]:
 
 def workplace(runs: Path, kind: str) -> Path:
     """Return the path of a new folder that is no run: what a kill leaves there, `tidy` removes."""
-    (runs / _LEFTOVERS).mkdir(parents=True, exist_ok=True)
-    return runs / _LEFTOVERS / f"{kind}-{secrets.token_hex(4)}"
+    place = runs / _LEFTOVERS
+    with contextlib.suppress(FileExistsError):
+        place.mkdir(parents=True)
+        # For all users who may write to the runs.
+        place.chmod(runs.stat().st_mode & 0o7777)
+    return place / f"{kind}-{secrets.token_hex(4)}"
 
 
 def remove(folder: RunFolder) -> Path:
