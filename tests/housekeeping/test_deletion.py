@@ -461,6 +461,26 @@ def test_child_that_was_deleted_alone_in_mlflow_is_restored(root: Path, here: He
     assert names(root) == {"study", "study-t00", "study-t01"}
 
 
+def test_child_whose_run_was_removed_by_hand_can_go(root: Path, here: Here) -> None:
+    study = finished(root, "study")
+    study.add_child(finished(root, "child", deliver=False, parent="study").path.name)
+    sync.deliver(study)
+    assert "belongs to study" in here("delete", "child", "--yes")[1]
+    shutil.rmtree(study.path)
+    assert here("delete", "child", "--yes")[0] == here("prune", "--deleted", "--yes")[0] == 0
+    assert not (root / "runs" / "child").exists()
+
+
+def test_run_that_is_named_twice_is_one(root: Path, here: Here) -> None:
+    run_id = mlflow_id(finished(root, "one"))
+    assert "deleted 1 run;" in here("delete", "one", run_id, "--yes")[1]
+
+
+def test_run_that_another_command_removed_is_not_shown(root: Path) -> None:
+    shutil.rmtree((gone := make_folder(root)).path)
+    delete_command.show(Housekeeper(), [gone])
+
+
 def test_users_who_may_write_to_the_runs_share_the_leftovers(tmp_path: Path) -> None:
     tmp_path.chmod(0o2777)
     removal.workplace(tmp_path, "copy")

@@ -23,7 +23,7 @@ from rankzero.launch.failures import reason
 from rankzero.mlflow_store import named_runs
 from rankzero.redaction.text import line_without_secrets
 from rankzero.run_store.folder import RunFolder
-from rankzero.run_store.names import printable
+from rankzero.run_store.names import InvalidRunFolder, printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,8 +44,8 @@ def add_confirmation(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     runs, keeper = arguments.dir / "runs", Housekeeper(arguments.discard_undelivered)
     # All are checked first, so that a mistake deletes nothing.
-    named = dict.fromkeys(arguments.run_names)
-    wanted = [_find(keeper, runs, name, arguments.restore) for name in named]
+    found = (_find(keeper, runs, name, arguments.restore) for name in arguments.run_names)
+    wanted = [*dict.fromkeys(found)]
     if arguments.restore:
         return _restore(keeper, wanted)
     for name, folder in zip(lookup.shown_names(wanted), wanted, strict=True):
@@ -69,8 +69,9 @@ def _find(keeper: Housekeeper, runs: Path, name: str, restore: bool) -> RunFolde
             raise
         found = known
     parent = found.identity.parent
-    # In MLflow, a child may be deleted alone.
-    if parent is not None and (not restore or deleted.is_hidden(RunFolder(runs / parent))):
+    above = None if parent is None else RunFolder(runs / parent)
+    # Somebody may have removed that folder. In MLflow, a child may be deleted alone.
+    if above and above.path.exists() and (not restore or deleted.is_hidden(above)):
         raise UserError(f"{found.path.name} belongs to {parent}: name that run")
     return found
 
@@ -115,7 +116,10 @@ def show(keeper: Housekeeper, folders: Sequence[RunFolder]) -> None:
     for heading in ("run", "status", "size", "age"):
         table.add_column(heading, overflow="fold")
     for name, folder in zip(lookup.shown_names(folders), folders, strict=True):
-        one, count = read_summary(folder), keeper.bytes(folder)
+        try:
+            one, count = read_summary(folder), keeper.bytes(folder)
+        except InvalidRunFolder:  # another command has removed it
+            continue
         total += count
         others = f" and {len(folder.children)} more" if folder.children else ""
         age = age_text(time.time() - one.started)

@@ -107,7 +107,7 @@ def _chosen(
     Children go with their run. One that is deleted alone looks like one of a run that was deleted
     and restored in MLflow's UI.
     """
-    others = [one for one in runs if not (one.lives or one.parent)]
+    others = [one for one in runs if not (one.lives or _goes_with_another(one))]
     # A run of another machine may still train there, unless somebody deleted it here.
     ended = [one for one in others if one.status != ELSEWHERE or one.folder.deleted.exists()]
     rivals: dict[tuple[str, ...], list[Summary]] = defaultdict(list)
@@ -131,6 +131,10 @@ def _chosen(
         and (older_than is None or _is_old(one, older_than))
         and experiment in (None, one.experiment)
     ]
+
+
+def _goes_with_another(one: Summary) -> bool:
+    return one.parent is not None and one.folder.path.with_name(one.parent).exists()
 
 
 def _is_old(one: Summary, seconds: float) -> bool:
