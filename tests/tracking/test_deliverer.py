@@ -718,6 +718,20 @@ def test_lost_state_continues_from_what_mlflow_has(folder: RunFolder, tracker: M
     assert [point.step for point in tracker.sent] == list(range(1, 121))
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_step_between_those_of_an_earlier_attempt_is_sent(
+    folder: RunFolder, tracker: MemoryStore, lost: bool
+) -> None:
+    append(folder, started(), *(evaluated(step, 0.5) for step in (10, 20, 30, 40)))
+    delivered(folder, tracker)
+    if lost:
+        state.path_of(folder, 0).unlink()
+    append(folder, started(2), *(evaluated(step, 0.9) for step in (25, 30, 35, 40, 45)), ended())
+    delivered(folder, tracker)
+    curve = {10: 0.5, 20: 0.5, 25: 0.9, 30: 0.5, 35: 0.9, 40: 0.5, 45: 0.9}
+    assert tracker.curve("val/accuracy") == curve and each_value_once(tracker)
+
+
 def test_resume_on_another_machine_continues_the_samples(
     tmp_path: Path, tracker: MemoryStore
 ) -> None:

@@ -18,12 +18,16 @@ from rankzero.events import (
 )
 from rankzero.mlflow_store.items import MetricBatch, MetricPoint, MlflowItem, Tags
 from rankzero.run_store.delivery_state import Curves, DeliveryState
-from rankzero.tracking.translate import ending, linked, translate
+from rankzero.tracking.translate import Before, ending, linked, steps_before, translate
 from support.runs import T0, ended, evaluated, started, steps
 
 
 def items(*events: Event) -> list[MlflowItem]:
     return translate(events, DeliveryState())[0]
+
+
+def journal(*events: Event) -> Before:
+    return lambda attempt: steps_before(attempt, events)
 
 
 def points(found: Iterable[MlflowItem]) -> list[MetricPoint]:
@@ -51,9 +55,9 @@ def test_one_huge_event_is_cut_into_batches() -> None:
 
 
 def test_a_later_attempt_does_not_send_again_what_an_earlier_one_sent() -> None:
-    sent, state = translate([started(), steps(1, 10)], DeliveryState())
+    sent, state = translate(earlier := [started(), steps(1, 10)], DeliveryState())
     later = [started(2, step=5), steps(6, 15, offset=7.0), steps(6, 15, key="new")]
-    sent_later, state = translate(later, state)
+    sent_later, state = translate(later, state, before=journal(*earlier, *later))
     first, second = points(sent), points(sent_later)
     assert [point.step for point in first] == list(range(1, 11))
     assert [point.step for point in second if point.key == "train/loss"] == list(range(11, 16))
@@ -84,7 +88,8 @@ def test_within_an_attempt_nothing_is_held_back() -> None:
 
 
 def test_both_attempts_in_one_chunk() -> None:
-    found = points(items(started(), steps(1, 4), started(2), steps(3, 6, offset=9.0)))
+    events = [started(), steps(1, 4), started(2), steps(3, 6, offset=9.0)]
+    found = points(translate(events, DeliveryState(), before=journal(*events))[0])
     assert [(point.step, point.value > 5) for point in found] == [
         (1, False),
         (2, False),
@@ -93,6 +98,21 @@ def test_both_attempts_in_one_chunk() -> None:
         (5, True),
         (6, True),
     ]
+
+
+def test_a_later_attempt_sends_the_steps_that_no_earlier_one_has() -> None:
+    """As if an evaluation is due more often, or episodes end at other steps."""
+    first = [started(), *(evaluated(step, 0.5) for step in (1000, 2000, 3000, 4000))]
+    later = [started(2), *(evaluated(step, 0.9) for step in (2500, 3000, 3500, 4500))]
+    before = journal(*first, *later)
+    _, state = translate(first, DeliveryState(), before=before)
+    sent, state = translate(later, state, before=before)
+    found = [one for one in points(sent) if one.key == "val/accuracy"]
+    assert [one.step for one in found] == [2500, 3500, 4500]
+    saved = CheckpointSaved(T0 + 99, 2500, "checkpoints/x", True, {"val/accuracy": 0.9})
+    assert linked(saved, state.curves, "m-1", before=before) == [found[0]._replace(model_id="m-1")]
+    sent, _ = translate([started(3), evaluated(3500, 0.1)], state, before=before)
+    assert not points(sent)
 
 
 def test_infinity_becomes_nan_and_a_tag() -> None:
@@ -178,12 +198,15 @@ def test_a_checkpoints_metrics_are_linked_as_the_points_of_its_evaluation() -> N
 
 
 def test_a_checkpoint_of_a_step_trained_again_is_linked_to_the_value_that_mlflow_has() -> None:
-    sent, state = translate([started(), evaluated(10, 0.5), evaluated(20, 0.6)], DeliveryState())
-    _, state = translate([started(2, step=5), evaluated(10, 0.9), evaluated(20, 0.6)], state)
+    first = [started(), evaluated(10, 0.5), evaluated(20, 0.6)]
+    sent, state = translate(first, DeliveryState())
+    before = journal(*first)
+    later = [started(2, step=5), evaluated(10, 0.9), evaluated(20, 0.6)]
+    _, state = translate(later, state, before=before)
     curve = [point for point in points(sent) if point.key == "val/accuracy"]
     for step, value, links in ((10, 0.9, []), (20, 0.6, [curve[1]._replace(model_id="m-1")])):
         again = CheckpointSaved(T0 + 99, step, "checkpoints/x", True, {"val/accuracy": value})
-        assert linked(again, state.curves, "m-1", lambda name: curve) == links
+        assert linked(again, state.curves, "m-1", lambda _: curve, before) == links
 
 
 def test_a_checkpoint_that_waits_keeps_the_time_of_its_evaluation() -> None:

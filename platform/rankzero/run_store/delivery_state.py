@@ -67,9 +67,11 @@ class Curves:
 
     attempt: int = 0
     marks: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Metric -> highest step delivered."""
+    """Metric -> highest step so far."""
     floor: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """`marks` as earlier attempts left them. Points at or below are in MLflow and stay."""
+    """The same of what this journal lacks. Points at or below are not sent."""
+    replayed: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """The same of what MLflow has from this journal: it is read again. Each step comes once."""
     sample_offset: int = 0
     """Added to a sample's number: the samples of earlier attempts on other machines."""
     attempt_offset: int = 0

@@ -54,11 +54,11 @@ from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import delivery_state, disk, run_locks
 from rankzero.run_store.delivery_state import Problems, Task, Upload
 from rankzero.run_store.folder import EVENTS, FolderGone, RunFolder
-from rankzero.run_store.journal import READ_BYTES, take
+from rankzero.run_store.journal import READ_BYTES, read_all, take
 from rankzero.tracking import description, open_run
 from rankzero.tracking.open_run import Target
 from rankzero.tracking.retry import LONGEST_WAIT_SECONDS, RetryPolicy, log
-from rankzero.tracking.translate import ending, problem_tags, translate
+from rankzero.tracking.translate import ending, problem_tags, steps_before, translate
 from rankzero.tracking.uploads import upload
 
 if TYPE_CHECKING:
@@ -109,6 +109,10 @@ class Deliverer:
         self._directory = run_locks.directory(folder)
         system = folder.system(node).name
         self._journals = [EVENTS, system] if node == 0 else [system]
+        # Reads the journal: once an attempt, and only if it repeats steps.
+        self._before = functools.lru_cache(1)(
+            lambda attempt: steps_before(attempt, read_all(folder.events))
+        )
         self.state = delivery_state.check_journals(
             delivery_state.load(self._path), folder, self._journals
         )
@@ -375,7 +379,7 @@ class Deliverer:
         # Only now: an error of `translate` must not lose the events.
         state = dataclasses.replace(self.state, cursor=cursor, problems=problems)
         size = limits.METRICS_PER_TRANSACTION if self._is_embedded else limits.METRICS_PER_BATCH
-        items, self.state = translate(events, state, size)
+        items, self.state = translate(events, state, size, self._before)
         self._items.extend(items)
         if not items:
             self.commit()
@@ -434,7 +438,7 @@ class Deliverer:
             self._items.extend(tags)
         else:
             until = self._clock() + READ_SECONDS
-            for state in upload(item, target, self._folder, self.state):
+            for state in upload(item, target, self._folder, self.state, self._before):
                 is_sent = state.queue.uploaded is not self.state.queue.uploaded
                 self.state = state
                 # Points, the end and other uploads come first, also if there are many files.

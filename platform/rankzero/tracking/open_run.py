@@ -130,13 +130,11 @@ def adopt(state: DeliveryState, run: RunRecord, node: int, from_elsewhere: bool)
         offset += max(0, _last_sample(run.marks, node, sent) - sent)
         figures = (at for key, at in run.marks.items() if key.startswith(f"{WHOLE_RUN}/"))
         attempts = max(attempts, 1 + max(figures, default=-1) - curves.attempt)
-    curves = dataclasses.replace(
-        curves,
-        marks={**curves.marks, **newer},
-        floor={**curves.floor, **newer},
-        sample_offset=offset,
-        attempt_offset=attempts,
-    )
+        marks, floor = {**curves.marks, **newer}, {**curves.floor, **newer}
+        curves = dataclasses.replace(curves, marks=marks, floor=floor)
+    else:
+        curves = dataclasses.replace(curves, replayed={**curves.replayed, **newer})
+    curves = dataclasses.replace(curves, sample_offset=offset, attempt_offset=attempts)
     return dataclasses.replace(
         state, run_id=run.run_id, experiment_id=run.experiment_id, curves=curves
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -37,19 +39,28 @@ from rankzero.run_store.delivery_state import Curves, DeliveryState, Task, Uploa
 from rankzero.run_store.provenance import tags_for_mlflow, tags_of_user
 
 Row = tuple[str, object, object, object]  # key, step, time, value, as the journal has them
+Steps = Mapping[tuple[str, int], int]
+"""A metric and a page of steps -> a bit for each step that has a value."""
+Before = Callable[[int], Steps]
+"""Returns the steps that the attempts before this number have."""
 
 _STEPS_REMEMBERED = 1000
+_PAGE = 2048  # A million steps of a metric take 0.2 MB.
 _SPEED, _INTERVAL = "samples_per_second", "samples_per_second_half_width"
 
 
 def translate(
-    events: Iterable[Event], state: DeliveryState, batch_size: int = limits.METRICS_PER_BATCH
+    events: Iterable[Event],
+    state: DeliveryState,
+    batch_size: int = limits.METRICS_PER_BATCH,
+    before: Before = lambda _: {},
 ) -> tuple[list[MlflowItem], DeliveryState]:
     """Return what to send for the events, in order, and the state once all of it is sent.
 
     The end of the run and uploads go to the state's queue instead: they come after the points.
+    Calls `before` only for a step that is not above the earlier ones of its metric.
     """
-    draft = _Draft(state)
+    draft = _Draft(state, before)
     items: list[MlflowItem] = []
     points: list[MetricPoint] = []
     for event in events:
@@ -105,11 +116,27 @@ def problem_tags(state: DeliveryState) -> dict[str, str]:
     return tags
 
 
+def steps_before(attempt: int, events: Iterable[Event]) -> Steps:
+    """Return the steps at which a journal has values of the attempts before this number."""
+    found = defaultdict[tuple[str, int], int](int)
+    for event in events:
+        if isinstance(event, RunStarted) and event.attempt >= attempt:
+            break
+        # `points` counts a malformed event.
+        with contextlib.suppress(TypeError, ValueError, AttributeError):
+            for key, raw_step, _, value in _rows_of(event):
+                step = scalars.step(raw_step)
+                if step is not None and scalars.number(value) is not None:
+                    found[str(key), step // _PAGE] |= 1 << step % _PAGE
+    return dict(found)
+
+
 def linked(
     event: CheckpointSaved,
     curves: Curves,
     model_id: str,
     history: Callable[[str], Iterable[MetricPoint]] = lambda _: (),
+    before: Before = lambda _: {},
 ) -> list[MetricPoint]:
     """Return the checkpoint's metrics linked to its model.
 
@@ -124,13 +151,23 @@ def linked(
         if value is None or value != value:
             continue
         new = MetricPoint(name, value, at, event.step, model_id)
-        if event.step > curves.floor.get(name, event.step - 1):
+        if not _has_earlier(curves, name, key, event.step, before):
             points.append(new)
             continue
         # An earlier attempt sent this step, perhaps with another value: that one stays.
         sent = (one._replace(model_id=model_id) for one in history(name))
         points += [one for one in sent if (one.step, one.value) == (event.step, value)][:1]
     return points
+
+
+def _has_earlier(curves: Curves, name: str, key: str, step: int, before: Before) -> bool:
+    """Return whether MLflow has another value of the step, as far as this journal and it say."""
+    if step <= curves.floor.get(name, step - 1):
+        return True
+    if step > curves.marks.get(name, step - 1):
+        return step <= curves.replayed.get(name, step - 1)
+    steps = before(curves.attempt).get((key, step // _PAGE), 0)
+    return bool(steps >> step % _PAGE & 1)
 
 
 def metric_name(key: str, curves: Curves) -> str:
@@ -149,8 +186,8 @@ def is_others(event: object, curves: Curves) -> bool:
 class _Draft:
     """The state while one chunk of events is translated, with dictionaries of its own."""
 
-    def __init__(self, state: DeliveryState) -> None:
-        curves = state.curves
+    def __init__(self, state: DeliveryState, before: Before = lambda _: {}) -> None:
+        curves, self._steps_before = state.curves, before
         self._before, self._problems = state, state.problems
         self._waiting, self._ending = list(state.queue.waiting), state.queue.ending
         self._ended, self._user_tags = state.queue.ended, state.user_tags
@@ -188,7 +225,7 @@ class _Draft:
         """
         # A replay of the same attempt after a crash must not skip the points it sends again.
         if event.attempt > self._curves.attempt:
-            self._change(floor=dict(self._marks), attempt=event.attempt)
+            self._change(attempt=event.attempt)
         if event.time > self._curves.other_began:
             self._change(other_step=-1)
         goal, known = event.params.get("goal.metric"), self._curves
@@ -257,7 +294,9 @@ class _Draft:
                 what = f"not a number at a step and a time: {raw_value!r} at {raw_step!r}"
                 self._reject(f"metric {key}", what)
                 continue
-            if step <= self._curves.floor.get(key, step - 1):
+            is_repeated = _has_earlier(self._curves, key, str(raw_key), step, self._steps_before)
+            self._marks[key] = max(step, self._marks.get(key, step))
+            if is_repeated:
                 skipped += 1
                 continue
             if scalars.is_infinite(raw_value) and key not in self._infinite:
@@ -265,7 +304,6 @@ class _Draft:
                 self._remark(
                     f"metric {key}", f"infinite from step {step}, which MLflow shows as NaN"
                 )
-            self._marks[key] = max(step, self._marks.get(key, step))
             points.append(MetricPoint(key, value, milliseconds, step))
         self._change(skipped=self._curves.skipped + skipped)
         return points
@@ -374,6 +412,13 @@ def _batches(
 
 def _rows(metrics: Mapping[str, object], step: object, time: object) -> Iterator[Row]:
     return ((key, step, time, value) for key, value in metrics.items())
+
+
+def _rows_of(event: Event) -> Iterator[Row]:
+    if isinstance(event, StepsLogged):
+        yield from _column_rows(event)
+    elif isinstance(event, Evaluated):
+        yield from _rows(event.metrics, event.step, event.time)
 
 
 def _column_rows(event: StepsLogged) -> Iterator[Row]:

@@ -17,11 +17,11 @@ from rankzero.run_store.delivery_state import DeliveryState, Task, Upload
 from rankzero.run_store.folder import RunFolder, is_hidden_artifact
 from rankzero.tracking.open_run import Target
 from rankzero.tracking.retry import log
-from rankzero.tracking.translate import linked
+from rankzero.tracking.translate import Before, linked
 
 
 def upload(
-    item: Upload, target: Target, folder: RunFolder, state: DeliveryState
+    item: Upload, target: Target, folder: RunFolder, state: DeliveryState, before: Before
 ) -> Iterator[DeliveryState]:
     """Do one upload, and yield the state after each change. Raises what MLflow and the disk do."""
     match item:
@@ -35,7 +35,7 @@ def upload(
                 isinstance(later, CheckpointDeleted) and later.path == item.path
                 for later in state.queue.waiting
             ):
-                yield _upload_checkpoint(item, target, folder, state)
+                yield _upload_checkpoint(item, target, folder, state, before)
         case PicturesTaken():
             yield _upload_pictures(item, target, folder, state)
         case ModelLogged():
@@ -78,17 +78,20 @@ def _upload_artifacts(
 
 
 def _upload_checkpoint(
-    event: CheckpointSaved, target: Target, folder: RunFolder, state: DeliveryState
+    event: CheckpointSaved,
+    target: Target,
+    folder: RunFolder,
+    state: DeliveryState,
+    before: Before,
 ) -> DeliveryState:
     path = folder.path / event.path
     if symlinks.leads_out(path, folder.checkpoints):
         what = f"{event.path!r} leads out of the run's folder"
         return _rejected(state, f"checkpoint of step {event.step}", what)
     history = functools.partial(target.store.history, target.run.run_id)
+    link = functools.partial(linked, event, state.curves, history=history, before=before)
     try:
-        target.store.models.save_checkpoint(
-            target.run, event, path, lambda model_id: linked(event, state.curves, model_id, history)
-        )
+        target.store.models.save_checkpoint(target.run, event, path, link)
     except FileNotFoundError:
         log.info("retention removed the checkpoint of step %d before its upload", event.step)
     return state

@@ -281,8 +281,8 @@ class MetricHistory:
             self._tell(f"{name} back", f"the steps of {name} go back from {series.step} to {step}")
             series.insert(step)
         if step <= self._earlier.get(name, step - 1):
-            text = f"step {step} of {name} has a value of an earlier attempt: "
-            text += "MLflow keeps the earlier values, and events.jsonl has both"
+            text = f"step {step} of {name} is not above those of an earlier attempt: "
+            text += "MLflow keeps the first value of a step, and events.jsonl has all"
             self._tell(f"attempt {self._attempt}", text)
         return True
 
