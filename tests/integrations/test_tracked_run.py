@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import itertools
 import math
 import random
 import subprocess
@@ -14,7 +16,7 @@ import tracemalloc
 from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import attrs
@@ -30,6 +32,7 @@ from rankzero.events import (
     ArtifactLogged,
     CheckpointSaved,
     Evaluated,
+    Event,
     Noticed,
     ParamsLogged,
     PicturesTaken,
@@ -41,7 +44,7 @@ from rankzero.events import (
 )
 from rankzero.integrations.deferred_run import DeferredRun
 from rankzero.integrations.own_loop import values
-from rankzero.integrations.own_loop.attempt import command
+from rankzero.integrations.own_loop.attempt import Attempt, _consume, command
 from rankzero.integrations.own_loop.metric_history import MetricHistory
 from rankzero.integrations.own_loop.null_run import NullTrackedRun
 from rankzero.integrations.own_loop.params import params_of
@@ -888,6 +891,12 @@ def test_logged_value_of_the_goal_whose_step_goes_back_is_judged() -> None:
     assert not [one for one in of_kind(run.folder, Noticed) if "again" in one.text]
 
 
+def taken(history: MetricHistory, step: int) -> list[Event]:
+    history.take((step, 0.0, {"loss": 0.5}))
+    history.drain(events := list[Event]())
+    return events
+
+
 @pytest.mark.parametrize("kind", ["even", "odd", "back"])
 def test_steps_of_a_metric_need_little_memory(kind: str) -> None:
     history = MetricHistory(Goal(), 1, lambda *_: None)
@@ -898,11 +907,11 @@ def test_steps_of_a_metric_need_little_memory(kind: str) -> None:
     }[kind]
     tracemalloc.start()
     for step in steps:
-        history.columns([(step, 0.0, {"loss": 0.5})], [0.5])
+        taken(history, step)
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert kept < (4_000 if kind == "even" else 4_000_000)
-    assert not history.columns([(steps[-1], 0.0, {"loss": 0.5})], [0.5])
+    assert not taken(history, steps[-1])
 
 
 def test_each_step_is_known_whatever_the_order() -> None:
@@ -912,9 +921,44 @@ def test_each_step_is_known_whatever_the_order() -> None:
         known = set[int]()
         for _ in range(300):
             step = draw.choice([history.step + draw.choice([1, 1, 10]), draw.randrange(-50, 400)])
-            new = history.columns([(step, 0.0, {"loss": 0.5})], [0.5])
-            assert bool(new) == (step not in known), (seed, step)
+            assert bool(taken(history, step)) == (step not in known), (seed, step)
             known.add(step)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_signal_at_any_line_of_a_flush_loses_no_value(leaves: bool) -> None:
+    """Its handler uses the run, as for a last checkpoint, and leaves or returns."""
+    run, line, step = unrecorded(), 0, 0
+    parts = Attempt._flush.__code__, _consume.__code__
+    parts += MetricHistory.take.__code__, MetricHistory.drain.__code__
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal line
+        if frame.f_code in parts and event == "line":
+            line -= 1
+            if line == 0:
+                sys.settrace(None)
+                assert run.step >= step
+                logged = [at for at, _ in rows(journal(run))]
+                assert set(logged) >= {*range(1, step + 1)}, "before the checkpoint"
+                if leaves:
+                    raise SystemExit
+        return trace
+
+    for at in itertools.count(1):
+        for _ in range(3):
+            run.log({"loss": 0.5, "lr": 0.1}, step := step + 1)
+        line = at
+        sys.settrace(trace)
+        with contextlib.suppress(SystemExit):
+            run._attempt.flush()
+        sys.settrace(None)
+        if line > 0:
+            break
+    run.finish()
+    found = [(at, name) for at, row in rows(journal(run)) for name in row]
+    assert {*found} == {(n, name) for n in range(1, step + 1) for name in ("loss", "lr")}
+    assert at > 50 and len(found) < 2 * len({*found})
 
 
 class Nameless:

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 from rankzero import ranks
 from rankzero.events import Event, RunEnded, RunStarted
@@ -33,6 +33,7 @@ from rankzero.run_store import checkpoint_files, provenance
 from rankzero.run_store.journal import read_all
 from rankzero.tracking.run_log import RunLog
 
+T = TypeVar("T")
 # Values wait on their device until then. A reader sees a new step after two seconds at most.
 _FLUSH_SECONDS = 2.0
 FLUSH_ROWS = 500
@@ -57,6 +58,7 @@ class Attempt:
         self._lock, self._has_flusher = lock, False
         self._flush_rows, self._tell = flush_rows, tell
         self._rows: list[Row] = []
+        self._read, self._events = list[Row](), list[Event]()
         self.begun = self._flushed = time.monotonic()
         self.used = 0.0
         """When the main thread used the run last."""
@@ -179,18 +181,24 @@ class Attempt:
             self.log(event)
 
     def _flush(self, most: int | None = None) -> None:
-        rows, self._rows = self._rows[:most], [] if most is None else self._rows[most:]
-        if not self._rows:
+        """Log the rows. At any line, a handler of a signal may flush, and end the process.
+
+        So each row stays in one of the three queues until the journal has it.
+        """
+        rows = self._rows[:most]
+        if len(rows) == len(self._rows):
             self._flushed = time.monotonic()
         if self.checkpoints is not None:
             self._log_all(self.checkpoints.poll())
         # All rows are read together: each read of a GPU waits until the GPU has caught up.
-        try:
-            floats = self._floats([item for _, _, metrics in rows for item in metrics.items()])
-        except BaseException:  # While it waits for the GPU, the user may press Ctrl-C.
-            self._rows[:0] = rows
-            raise
-        self._log_all(self.history.columns(rows, floats))
+        floats = iter(self._floats([item for _, _, row in rows for item in row.items()]))
+        read = [(step, moment, {name: next(floats) for name in row}) for step, moment, row in rows]
+        if any(one is rows[0] for one in self._rows[:1]):  # no handler has flushed them
+            self._read += read
+            del self._rows[: len(rows)]
+        _consume(self._read, self.history.take)
+        self.history.drain(self._events)
+        _consume(self._events, self.log)
         self.log.flush()
 
     def _start_flusher(self) -> None:
@@ -244,6 +252,13 @@ def command(argv: Sequence[str], environ: Mapping[str, str], main: object = None
     mine = ranks.detect(environ)
     counts = f"--nnodes={mine.node_count}", f"--nproc-per-node={mine.local_world_size}"
     return ["torchrun", *counts, *words]
+
+
+def _consume(queue: list[T], action: Callable[[T], object]) -> None:
+    while first := queue[:1]:
+        action(first[0])
+        if queue[:1] == first:  # no handler has logged it
+            del queue[:1]
 
 
 def guarded(consequence: str, action: Callable[[], None], notice: Callable[[str], None]) -> bool:

@@ -83,6 +83,8 @@ class MetricHistory:
         self._best_step = self._floor = 0
         self._bests: list[tuple[int, float]] = []
         self._series: dict[str, _Series] = {}
+        self._new: list[tuple[int, float, dict[str, float]]] = []
+        self._judgements: list[Evaluated] = []
         self._earlier: dict[str, int] = {}
         self._counted: dict[str, int] = {}
         """The steps from which metrics count on: that of a checkpoint may be another count."""
@@ -203,25 +205,36 @@ class MetricHistory:
         self._judged[saves] = self.step_of(step, judged)
         return self._judged[saves]
 
-    def columns(self, rows: Iterable[Row], floats: Iterable[float]) -> list[Event]:
-        """Return the events of the rows. `floats`: all their values, in order."""
-        values, judged = iter(floats), list[Evaluated]()
+    def take(self, read: Row) -> None:
+        """Keep a row for `drain`. A handler of a signal may take it once more, and drain it."""
+        step, moment, row = read
+        new: dict[str, float] = {}
+        at = self.step_of(step, row)
+        self._new.append((at, moment, new))
+        for name, value in row.items():
+            new[name] = value  # Before it is known: else the handler would find it nowhere.
+            if not self._is_first(name, at, value, moment):
+                del new[name]
+        if self.judges_rows and self._goal.metric in new:
+            event = self._evaluated({self._goal.metric: new[self._goal.metric]}, at, moment)
+            # A loop may log the goal's metric at each step.
+            kept = [one for one in self._judgements if one.best and not event.best]
+            self._judgements = [*kept, event]
+
+    def drain(self, queue: list[Event]) -> None:
+        """Move the rows to the queue, as events."""
         # Rows of the same metrics are one event, which costs half of what an event each does.
         events: dict[tuple[str, ...], tuple[list[int], list[float], dict[str, list[float]]]] = {}
-        for step, moment, metrics in rows:
-            row = {name: next(values) for name in metrics}
-            at = self.step_of(step, row)
-            new = {n: v for n, v in row.items() if self._is_first(n, at, v, moment)}
+        for at, moment, new in self._new:
             steps, times, columns = events.setdefault(tuple(new), ([], [], {n: [] for n in new}))
             steps.append(at)
             times.append(moment)
             for name, value in new.items():
                 columns[name].append(value)
-            if self.judges_rows and self._goal.metric in new:
-                event = self._evaluated({self._goal.metric: new[self._goal.metric]}, at, moment)
-                # A loop may log the goal's metric at each step.
-                judged = [one for one in judged if one.best and not event.best] + [event]
-        return [*(StepsLogged(*columns) for columns in events.values() if columns[2]), *judged]
+        if self._new:  # No handler has drained them meanwhile.
+            queue.extend(StepsLogged(*columns) for columns in events.values() if columns[2])
+            queue.extend(self._judgements)
+            self._new, self._judgements = [], []
 
     def evaluation(
         self, metrics: Mapping[str, float], step: int
