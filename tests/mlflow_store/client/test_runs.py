@@ -150,8 +150,11 @@ def test_a_changed_param_becomes_a_tag(tracker: MlflowRuns, run: RunRecord) -> N
         "rankzero.param.p3"
     }
     assert (record.tags["rankzero.attempt"], record.status) == ("2", "RUNNING")
-    tracker.start_attempt(run.run_id, started(3, p3="3"))
-    assert tracker.find_run(run.run_id).tags["rankzero.param.p3"] == "3"
+    tracker.set_tags(run.run_id, {"rankzero.error": "of the second attempt"})
+    for _ in range(2):
+        tracker.start_attempt(run.run_id, started(3, p3="3"))
+    after = tracker.find_run(run.run_id).tags
+    assert after["rankzero.param.p3"] == "3" and "rankzero.error" not in after
     assert record.tags["host"] == "here"
 
 

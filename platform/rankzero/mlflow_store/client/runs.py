@@ -122,6 +122,8 @@ class MlflowRuns:
                 if limits.name(key) in present:
                     tags.pop(key, None)
         run = self.log_params(run_id, event.params, tags)
+        if (error := "rankzero.error") in run.data.tags:  # an earlier attempt's
+            self._client.delete_tag(run_id, error)
         if run.info.status != "RUNNING":
             self._client.update_run(run_id, status="RUNNING")
 
