@@ -18,6 +18,7 @@ from rankzero.events import (
     StepsLogged,
     SystemSampled,
 )
+from rankzero.run_store import provenance
 
 # Evaluations or checkpoints of an attempt: the first and the last of them.
 _MAX_OF_A_KIND = 8
@@ -69,7 +70,10 @@ def _text(event: Event, step: int, goal: str) -> str:
             total = f" of {event.total_steps:,}" if event.total_steps else ""
             host = event.environment.get("rankzero.host", "")
             where = f" on {host}" if host else ""
-            return f"attempt {event.attempt} began at step {event.step:,}{total}{where}"
+            # An own loop begins before it loads its checkpoint.
+            own = provenance.OWN_LOOP in event.environment
+            at = "" if own else f" at step {event.step:,}"
+            return f"attempt {event.attempt} began{at}{total}{where}"
         case Evaluated():
             # Without the goal metric, any value is better than none.
             name = goal if goal in event.metrics else next(iter(event.metrics), "no metric")

@@ -269,8 +269,10 @@ def test_timeline_is_ordered_and_short() -> None:
         RunStarted(T0 + 900, {}, {}, 2, 30, 1000),
         StepsLogged([31], [T0 + 700], {"train/loss": [1.0]}),
         RunEnded(T0 + 701, "FINISHED", "trained", None, {}),
+        RunStarted(T0 + 702, {}, {"rankzero.own_loop": "true"}, 3),
     ]
     told = [line.text for line in timeline.lines(events)]
+    assert "attempt 3 began" in told
     assert told[0] == "attempt 1 began at step 0 of 1,000 on box"
     assert told[1] == "evaluation at step 1: val/loss 1, the best so far"
     assert "… 22 more evaluations …" in told and len(told) < 20
