@@ -20,7 +20,8 @@ from rankzero.run_store.journal import Journal, finish_line, read, read_all
 
 DIED_WITHOUT_END = (
     "rank 0 died without writing its end "
-    "(killed by a signal such as SIGKILL or the out-of-memory killer)"
+    "(killed by a signal: a launcher's SIGTERM, as after another rank's error; "
+    "SIGKILL; or the out-of-memory killer)"
 )
 
 
