@@ -43,7 +43,7 @@ def project(tmp_path: Path, empty_database: Path) -> Path:
     return project
 
 
-def add_run(root: Path, name: str) -> RunFolder:
+def add_run(root: Path, name: str, *, deliver: bool = True) -> RunFolder:
     uri = uris.default_tracking_uri(root)
     places = {"artifact_root": uris.artifact_root(uri), "project_dir": str(root.parent)}
     file = f"{root.parent / 'own.py'}:Own"
@@ -51,7 +51,7 @@ def add_run(root: Path, name: str) -> RunFolder:
     folder.artifacts.mkdir()
     (folder.artifacts / "notes.txt").write_text(name)
     append(folder, started(), steps(1, 5), saved(folder, 5), ended())
-    assert sync.deliver(folder).complete
+    assert not deliver or sync.deliver(folder).complete
     return folder
 
 
@@ -134,6 +134,27 @@ def test_copy_of_a_store_is_its_own_and_leaves_the_original_alone(
     shutil.rmtree(project)
     assert "notes.txt" in fetched(root, "one", tmp_path / "files")
     assert mentions(root, "vorher") == []
+
+
+@pytest.mark.parametrize(
+    ("was_online", "leaves"), [(True, "nothing"), (False, "nothing"), (False, "a copy")]
+)
+def test_run_of_a_moved_store_is_delivered_to_its_own_database(
+    was_online: bool, leaves: str, project: Path, tmp_path: Path, capsys: Printed
+) -> None:
+    if not was_online:
+        shutil.rmtree(project / "mlruns")
+    add_run(project / "mlruns", "late", deliver=False)
+    original, root = content(project), tmp_path / "nachher" / "mlruns"
+    (shutil.copytree if leaves == "a copy" else shutil.move)(project, root.parent)
+    for words in (["sync"], ["sync", "late"]):
+        assert main([*words, "--dir", str(root)]) == 1
+        assert f"relocate --dir {root}" in capsys.readouterr().out
+    assert (content(project) if project.exists() else original) == original
+    assert project.exists() == (leaves == "a copy")
+    assert relocated(root) == 0 and main(["sync", "--dir", str(root)]) == 0
+    assert "notes.txt" in fetched(root, "late", tmp_path / "files")
+    assert (content(project) if project.exists() else original) == original
 
 
 def test_relocation_that_was_killed_is_finished_by_the_next(project: Path, tmp_path: Path) -> None:

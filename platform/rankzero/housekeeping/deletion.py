@@ -19,7 +19,7 @@ from rankzero.run_store import delivery_state, lock_files, names, removal, run_l
 from rankzero.run_store.attempt import is_written, sole_launcher
 from rankzero.run_store.folder import RunFolder, write_atomically
 from rankzero.tracking import delivery_status
-from rankzero.tracking.open_run import connect, other_attempt, refuse_older
+from rankzero.tracking.open_run import connect, origin, other_attempt, refuse_older
 from rankzero.tuning.options import STUDIES, default_storage
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Housekeeper:
         name = folder.identity.name
         if name != folder.path.name:
             return f"its folder is a copy of {name}, or was renamed: MLflow has one run for both"
-        if place := _original(folder):
+        if place := origin(folder):
             command = command_lines.line(folder.root, "relocate")
             return f"its store was moved or copied from {place}: {command}, or delete it there"
         with alone(folder) as unused:
@@ -245,20 +245,6 @@ def alone(folder: RunFolder) -> Iterator[bool]:
             return all(held) and not (is_written(one) or run_locks.has_live_recorder(one))
 
         yield all(map(take, parts(folder)))
-
-
-def _original(folder: RunFolder) -> str | None:
-    """Return the store that the run's folder, or its whole store, was moved or copied from."""
-    uri, path = folder.identity.tracking_uri, uris.sqlite_path(folder.identity.tracking_uri)
-    is_known = (lookup.mlflow_id(folder) or "") in deleted.read_store(folder.path.parent).runs
-    mine = folder.root / uris.DATABASE
-    if is_known and (path is None or path.resolve() != mine.resolve()):
-        return uri
-    home = RunFolder((mine if path is None else path).parent / "runs" / folder.path.name)
-    with contextlib.suppress(names.InvalidRunFolder):
-        if home.identity.uuid == folder.identity.uuid and not home.path.samefile(folder.path):
-            return uri
-    return None
 
 
 def _undelivered(folder: RunFolder) -> str:

@@ -21,6 +21,7 @@ from rankzero.housekeeping.deletion import alone
 from rankzero.mlflow_store import server, uris
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.names import InvalidRunFolder
+from rankzero.tracking import open_run
 
 # The columns in which MLflow has paths. A version of MLflow may lack some of these tables.
 _COLUMNS = (
@@ -62,11 +63,13 @@ def relocate(root: Path) -> Relocation:
     here = root.resolve() if ".." in root.parts else root.absolute()
     path = here / uris.DATABASE
     uris.require_plain(path)
-    if not path.exists():
+    if not (path.exists() or lookup.folders(here / "runs")):
         raise UserError(f"there is no store in {here}: name its folder with --dir")
+    # Runs that were only offline have no database yet.
+    source = path if path.exists() else ":memory:"
     with (
         server.exclusive(here) as is_alone,
-        contextlib.closing(sqlite3.connect(path, timeout=20, isolation_level=None)) as database,
+        contextlib.closing(sqlite3.connect(source, timeout=20, isolation_level=None)) as database,
     ):
         if not is_alone:
             raise UserError(f"`rankzero ui` serves {here}: end it first")
@@ -77,7 +80,7 @@ def relocate(root: Path) -> Relocation:
             with alone(folder) as unused:
                 if not unused:
                     raise UserError(f"{folder.path.name} runs, or its delivery does: end it first")
-        places = sorted(moved.former_places(here) | set(_former_stores(here, folders)))
+        places = sorted(moved.former_places(here) | set(_former_stores(folders)))
         changes = list(_changes(database, places, here))
         _require_files(changes, here)
         count = sum(_rewrite(folder, places, here) for folder in folders)
@@ -89,15 +92,17 @@ def relocate(root: Path) -> Relocation:
     return Relocation(places, count, len(changes))
 
 
-def _former_stores(here: Path, folders: list[RunFolder]) -> Iterator[Path]:
-    """Yield the former places of the store, from the runs that its database knows."""
-    known = deleted.read_store(here / "runs").runs
+def _former_stores(folders: list[RunFolder]) -> Iterator[Path]:
+    """Yield the former places of the store, from its runs.
+
+    A run that was delivered to a database elsewhere, and to none here, is another store's.
+    """
+    known = deleted.read_store(folders[0].path.parent).runs if folders else {}
     for folder in folders:
         with contextlib.suppress(InvalidRunFolder):
-            store = uris.sqlite_path(folder.identity.tracking_uri)
-            is_known = (lookup.mlflow_id(folder) or "") in known
-            if store is not None and is_known and not moved.same(store.parent, here):
-                yield store.parent
+            run_id, store = lookup.mlflow_id(folder), open_run.former_store(folder)
+            if store is not None and (run_id is None or run_id in known):
+                yield store
 
 
 def _changes(database: sqlite3.Connection, places: list[Path], here: Path) -> Iterator[_Change]:

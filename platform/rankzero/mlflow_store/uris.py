@@ -52,6 +52,10 @@ class RunContinued(RunGone):
     """Another machine has begun a newer attempt of the run, so it accepts no older one's items."""
 
 
+class StoreMoved(RunGone):
+    """The run's store was moved or copied, so its database is another one now."""
+
+
 class ExperimentGone(TrackingError):
     """Somebody deleted the MLflow experiment, so it takes no new run."""
 

@@ -48,7 +48,7 @@ from rankzero.mlflow_store.items import (
     name_of,
     parts_of,
 )
-from rankzero.mlflow_store.uris import ExperimentGone, RunContinued, RunGone, sqlite_path
+from rankzero.mlflow_store.uris import ExperimentGone, RunContinued, RunGone, StoreMoved, sqlite_path
 from rankzero.permanent_errors import lacks_rights, refusal
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import delivery_state, disk, run_locks
@@ -488,7 +488,7 @@ class Deliverer:
         command = command_lines.line(self._folder.root, "delete", "--restore", name)
         is_child = self._folder.identity.parent is not None
         back = "restore it in MLflow" if is_child else f"`{command}` brings it back"
-        error = str(gone) if isinstance(gone, RunContinued) else f"{gone}: {back}"
+        error = str(gone) if isinstance(gone, RunContinued | StoreMoved) else f"{gone}: {back}"
         if error != self.state.retries.error:
             log.error("%s; the rest of its journal is not delivered", error)
         self._change(retries=dataclasses.replace(self.state.retries, error=error, gone=True))

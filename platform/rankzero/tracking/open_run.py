@@ -9,13 +9,15 @@ import importlib.metadata
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from rankzero.catalog import command_lines, deleted, lookup, moved
 from rankzero.events import RunStarted, SystemSampled
 from rankzero.metric_names import WHOLE_RUN
+from rankzero.mlflow_store import uris
 from rankzero.mlflow_store.items import CLAIM
-from rankzero.mlflow_store.uris import RunContinued
-from rankzero.run_store import run_locks
+from rankzero.run_store import names, run_locks
 from rankzero.run_store.delivery_state import DeliveryState, load, path_of
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import milestones, read, read_all
@@ -73,14 +75,52 @@ def _store(tracking_uri: str) -> MlflowRuns:
     return MlflowRuns(tracking_uri)
 
 
+def origin(folder: RunFolder) -> str | None:
+    """Return the store that the run's folder, or its whole store, was moved or copied from."""
+    uri, path = folder.identity.tracking_uri, uris.sqlite_path(folder.identity.tracking_uri)
+    is_known = (lookup.mlflow_id(folder) or "") in deleted.read_store(folder.path.parent).runs
+    mine = folder.root / uris.DATABASE
+    if is_known and (path is None or path.resolve() != mine.resolve()):
+        return uri
+    home = RunFolder((mine if path is None else path).parent / "runs" / folder.path.name)
+    with contextlib.suppress(names.InvalidRunFolder):
+        if home.identity.uuid == folder.identity.uuid and not home.path.samefile(folder.path):
+            return uri
+    return None
+
+
+def former_store(folder: RunFolder) -> Path | None:
+    """Return the former folder of a store that was moved or copied; None if it has the run.
+
+    A delivery would make that store anew, or change the one that a copy was made of.
+    """
+    path = uris.sqlite_path(folder.identity.tracking_uri)
+    if path is None or moved.same(path.parent, folder.root):
+        return None
+    is_gone = path.name == uris.DATABASE and not path.parent.exists()
+    is_former = is_gone or path.parent in moved.former_places(folder.root) or origin(folder)
+    return path.parent if is_former else None
+
+
+def require_home(folder: RunFolder) -> None:
+    """Raise StoreMoved if the run's store was moved or copied."""
+    if place := former_store(folder):
+        command = command_lines.line(folder.root, "relocate")
+        raise uris.StoreMoved(
+            f"its store was moved or copied from {place}: {command}, or deliver the run there"
+        )
+
+
 def open_run(
     folder: RunFolder, node: int, connect: Callable[[str], MlflowRuns], known: str | None = None
 ) -> Target | None:
     """Return the folder's run in MLflow, or None while another process has yet to create one.
 
     Node 0 creates the run, and other nodes look for it. A child waits for its parent's run.
-    `known`: the run's id, if something was delivered to it. Raises RunGone if it was deleted.
+    `known`: the run's id, if something was delivered to it. Raises RunGone if it was deleted, or
+    if its store was moved.
     """
+    require_home(folder)
     identity, experiment_id = folder.identity, None
     if known is None and node > 0:
         # Node 0 may share the folder.
@@ -165,7 +205,7 @@ def refuse_older(folder: RunFolder, other: OtherAttempt | None, is_new: bool = F
     newest = max([*_starts(folder), 0.0 if claim is None else claim.time])
     if newest > other.began or (is_new and run_locks.writer_lives(folder)):
         return
-    raise RunContinued(
+    raise uris.RunContinued(
         f"{other.host} has continued the run, so MLflow gets nothing more of the attempt here"
     )
 

@@ -10,6 +10,7 @@ from rankzero.run_store import delivery_state, run_locks, symlinks
 from rankzero.run_store.attempt import finish_lines
 from rankzero.run_store.folder import FolderGone, RunFolder
 from rankzero.run_store.names import InvalidRunFolder
+from rankzero.tracking import open_run
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.delivery_status import Delivery, combined_status, status, wait
 
@@ -23,10 +24,11 @@ def deliver(folder: RunFolder, *, patience: float = GRACE_SECONDS) -> Delivery:
     Gives up `patience` seconds after the last progress. If an error keeps all of a run from MLflow,
     each later child gets one try. A run whose writer died without an end becomes FAILED. If a
     recorder still works, waits for it and delivers what it leaves. Returns how all of it stands.
-    Raises FolderGone, InvalidRunFolder and OSError; the last two for a child only after the other
-    children.
+    Raises FolderGone, StoreMoved, InvalidRunFolder and OSError; the last two for a child only after
+    the other children.
     """
     symlinks.refuse(folder.path)
+    open_run.require_home(folder)
     pending = status(folder).pending
     if lookup.last_end(folder) is not None:
         # The recorder's last sample comes after the end of the run, unless somebody resumes it.

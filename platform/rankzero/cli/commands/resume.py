@@ -113,6 +113,7 @@ def continue_run(
         _keep(folder, experiment, arguments.experiment)
         if not joins:
             if not offline:
+                open_run.require_home(folder)
                 uris.prepare_store(folder.identity.tracking_uri)
             # Now, so that `rankzero runs` does not close the run while its ranks start.
             if folder.events.exists():

@@ -19,9 +19,9 @@ from rankzero.catalog.summary import ELSEWHERE, Summary
 from rankzero.cli.display.terminal import table_console
 from rankzero.errors import UserError
 from rankzero.reporting.run_report import duration
-from rankzero.run_store.folder import FolderGone, RunFolder
+from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.location import is_offline
-from rankzero.run_store.names import InvalidRunFolder, printable
+from rankzero.run_store.names import printable
 from rankzero.scalars import rounded, shown
 
 _COLOURS = {
@@ -109,7 +109,7 @@ def _deliver(folders: Sequence[RunFolder]) -> None:
         if (why := failing.get(uri)) is None:
             try:
                 result = sync.deliver(folder, patience=_PATIENCE_SECONDS)
-            except (FolderGone, InvalidRunFolder, OSError) as error:
+            except (UserError, OSError) as error:
                 print(f"{folder.path.name}: {error}", file=sys.stderr)
                 continue
             if not result.pending:

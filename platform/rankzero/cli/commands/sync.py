@@ -10,13 +10,12 @@ from collections.abc import Collection
 from rankzero import config
 from rankzero.catalog import command_lines, lookup
 from rankzero.catalog.summary import Summary
-from rankzero.errors import FAILED, FINISHED
+from rankzero.errors import FAILED, FINISHED, UserError
 from rankzero.mlflow_store import named_runs
 from rankzero.mlflow_store.patience import GRACE_SECONDS
 from rankzero.run_store import delivery_state, run_locks
 from rankzero.run_store.attempt import is_written
-from rankzero.run_store.folder import FolderGone, RunFolder
-from rankzero.run_store.names import InvalidRunFolder
+from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import delivery_status, sync
 
 
@@ -64,7 +63,7 @@ def deliver(folder: RunFolder, away: set[str], *, is_named: bool, seconds: float
     try:
         parts = {one: delivery_status.status(one).pending for one in (folder, *folder.children)}
         result = sync.deliver(folder, patience=sync.ONE_TRY_SECONDS if uri in away else seconds)
-    except (FolderGone, InvalidRunFolder, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"{name}: {error}")
         return FAILED
     # `pending` counts what MLflow refused to take for now, not what it rejected for good.
