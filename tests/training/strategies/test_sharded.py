@@ -76,6 +76,26 @@ def test_loading_an_optimizer_changes_no_weight() -> None:
     assert torch.equal(strategy.model_state()["weight"], saved["model"]["weight"])
 
 
+class Orthogonal(torch.optim.SGD):
+    """An optimizer with an argument that its groups do not have."""
+
+    def __init__(self, params: Any, ns_steps: int = 5) -> None:
+        super().__init__(params, lr=0.1)
+        self._ns_steps = ns_steps
+
+
+@pytest.mark.usefixtures("group")
+def test_zero1_refuses_an_optimizer_that_it_would_change() -> None:
+    model = nn.Linear(2, 2)
+    _divided(Orthogonal(model.parameters()))
+    with pytest.raises(UserError, match=r"`defaults`, which have no _ns_steps; use ddp or fsdp$"):
+        _divided(Orthogonal(model.parameters(), ns_steps=3))
+    hooked = torch.optim.SGD(model.parameters())
+    hooked.register_step_post_hook(print)
+    with pytest.raises(UserError, match="have no _optimizer_step_post_hooks; use ddp or fsdp"):
+        _divided(hooked)
+
+
 def test_a_parameter_without_dimensions_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model.register_parameter("logit_scale", nn.Parameter(torch.ones(())))

@@ -243,8 +243,8 @@ def ddp(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
 def zero1(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
     """Wrap the model in DDP, and divide the optimizer's state among the ranks (ZeRO-1).
 
-    Raises UserError if the optimizer's class needs arguments that are not in its `defaults`, and
-    for parameters of several types.
+    Raises UserError if the optimizer has hooks, or arguments that are not in its `defaults`, and for
+    parameters of several types.
     """
     whole = ddp(experiment, model, world)
     if not world.is_distributed:
@@ -269,7 +269,7 @@ def _divided(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     parameters = inspect.signature(kind).parameters
     settings = {name: value for name, value in optimizer.defaults.items() if name in parameters}
     try:
-        return ZeroRedundancyOptimizer(
+        divided = ZeroRedundancyOptimizer(
             optimizer.param_groups, kind, parameters_as_bucket_view=False, **settings
         )
     except (TypeError, ValueError) as error:
@@ -278,3 +278,15 @@ def _divided(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         raise UserError(
             f"train.strategy=zero1 cannot divide {kind.__name__}: {error}; use {instead}"
         ) from error
+    if lost := _differing(vars(optimizer), vars(divided.optim)):
+        raise UserError(
+            f"train.strategy=zero1 cannot divide {kind.__name__}: it makes one for each rank from "
+            f"the optimizer's `defaults`, which have no {', '.join(lost)}; use ddp or fsdp"
+        )
+    return divided
+
+
+def _differing(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the names of hooks and settings that `other` has not, or otherwise."""
+    names = [name for name in mine if name not in ("defaults", "param_groups", "state")]
+    return [name for name in names if repr(mine[name]) != repr(other.get(name))]
