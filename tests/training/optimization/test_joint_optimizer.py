@@ -47,6 +47,21 @@ def test_state_is_that_of_one_optimizer_with_the_same_groups() -> None:
     assert all(map(torch.equal, model.parameters(), one_model.parameters()))
 
 
+class Plain(optim.SGD):
+    """An optimizer without a closure, as many of a user's own."""
+
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+
+
+def test_a_part_needs_no_closure() -> None:
+    model = layers()
+    first, second = divided(model)
+    before = first[0].clone()
+    stepped(model, JointOptimizer({"a": Plain(first, lr=0.1), "b": optim.Adam(second, lr=0.1)}))
+    assert not torch.equal(first[0], before)
+
+
 class Counting(optim.SGD):
     """Stores the number of its steps, among the states and next to them."""
 

@@ -37,7 +37,7 @@ class JointOptimizer(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Let every part step."""
         for part in self.parts.values():
-            part.step(closure)
+            part.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of every part's parameters."""
