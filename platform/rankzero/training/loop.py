@@ -60,8 +60,7 @@ def fit(
         reporter.add(metrics)
         if not (reporter.is_full or actions.are_due):
             continue
-        # One collective and one wait for the device. All ranks learn the same values, and whether
-        # any of them wants to stop.
+        # All ranks learn the same values, and whether any of them wants to stop.
         window, events = reporter.report(stop.code, actions_due=actions.are_due)
         for event in events:
             emit(event)

@@ -204,6 +204,29 @@ def test_a_suspended_window_is_no_speed_and_one_notice() -> None:
     assert found["train_seconds"] == 12 and speeds == [1.0] * 6
 
 
+def test_a_rank_that_waits_for_rank_0s_checkpoint_does_not_count_it() -> None:
+    now = pause = 0.0
+
+    def meet() -> None:
+        nonlocal now, pause
+        now, pause = now + pause, 0.0
+
+    class Meeting(World):
+        def all(self, answer: bool) -> bool:
+            meet()
+            return answer
+
+    job, state = build(tiny(), Meeting(Ranks(), torch.device("cpu"), lambda: now))
+    reporter = Reporter(job, state, RunTotals(), float)
+    pause = 5.0
+    reporter.start_window()
+    meet()  # in the step's all-reduce
+    now += 1
+    reporter.add({"loss": torch.tensor(1.0)})
+    window, _ = reporter.report(StopCode.NONE, actions_due=False)
+    assert window.seconds == 1
+
+
 def test_all_ranks_leave_out_what_the_slowest_knows_of_its_suspension() -> None:
     window = WindowStats({}, StopCode.NONE, 95.0, [94.0, 0.0], [], 2, suspended_seconds=90.0)
     # It is known to ten seconds at most, so the window before bounds it.

@@ -56,8 +56,13 @@ class Reporter:
         self._step_seconds = math.inf
 
     def start_window(self) -> None:
-        """Start the clock of the next window. An evaluation before it does not count."""
+        """Start the clock of the next window on all ranks at once. Collective.
+
+        An evaluation or a checkpoint before it does not count.
+        """
         self._times: list[float] = []
+        # Else the others' next step waits for rank 0's checkpoint, and they seem to compute slowly.
+        self._job.world.all(True)
         self._start = self._job.world.now()
         self._suspended_before = self._job.suspended()
 
