@@ -82,6 +82,7 @@ def build(
     )
     state = _initial_state(strategy, model, train.ema)
     job.frozen_parts.begin(0, strategy)
+    meter.train_only(job.frozen_parts.now)
     place_states(strategy.optimizer)
     malloc.keep_freed_memory()
     return job, state

@@ -118,6 +118,7 @@ class PeriodicActions:
         epoch = job.epoch(step)
         if job.frozen_parts.begin(epoch, job.strategy):
             _compile_again(job)
+            job.work_meter.train_only(job.frozen_parts.now)
         if step == 0 or job.epoch(step - 1) != epoch:
             change = job.frozen_parts.change(epoch)
             if change:

@@ -62,6 +62,18 @@ def test_flops_of_a_forward_and_backward_are_counted_once() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_flops_are_those_of_the_parameters_that_are_trained() -> None:
+    # What `optimizer()` leaves out is frozen once the copy exists, and `frozen` changes it later.
+    model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 2))
+    meter = WorkMeter(samples, 1.0, 1.0, model, [mean])
+    found = []
+    for trained in (("0.weight", "1.weight"), ("1.weight",)):
+        meter.train_only(trained)
+        watched(meter, torch.ones(4, 8))
+        found.append(meter.rates(1, 1.0)["mfu"])
+    assert found == [2 * (2 * 8 * 32 + 3 * 32 * 2), 2 * (8 * 32 + 2 * 32 * 2)]
+
+
 def test_flops_are_those_of_a_token_if_tokens_are_counted() -> None:
     meter = WorkMeter(lambda batch: int(batch.numel()), 0.5, 1e6, nn.Linear(8, 1), [mean])
     watched(meter, torch.ones(4, 8), torch.ones(2, 8))

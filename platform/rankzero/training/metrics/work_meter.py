@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +18,14 @@ from rankzero.training.data.batch import to_device
 from rankzero.training.distributed.world import World
 from rankzero.training.metrics.peak_flops import peak_flops
 from rankzero.training.metrics.stateful import without_stateful
-from rankzero.training.strategies.base import Measure, MicroBatchStep
+from rankzero.training.strategies.base import Measure, MicroBatchStep, set_trained
 from rankzero.training_position import Progress, bound, takes_progress
 
 _CPU = torch.device("cpu")
 
 
 class WorkMeter:
-    """Counts the tokens of the batches on this rank, and the FLOPs of the first one.
+    """Counts the tokens of the batches on this rank, and the FLOPs of one.
 
     `tokens`: the experiment's method, or None, and then nothing is counted. `share`: the part of a
     batch's tokens that this rank counts, if other ranks see the same batch. `peak`: FLOP/s of all
@@ -48,6 +48,13 @@ class WorkMeter:
         """The FLOPs of one token, if counted."""
         # A strategy is going to divide the model, or to compile it.
         self._model = None if peak is None or model is None else _on_meta(model)
+        self._is_due = self._model is not None
+
+    def train_only(self, names: Collection[str]) -> None:
+        """Count the next batch, with gradients of the parameters with these names alone."""
+        if self._model is not None:
+            set_trained(self._model, names)
+            self._is_due = True
 
     def watch(self, batches: Iterator[Any], notice: Callable[[str], None]) -> Iterator[Any]:
         """Return `batches`, counted as they are taken. `notice` gets the reason for no FLOPs."""
@@ -59,15 +66,16 @@ class WorkMeter:
         for batch in batches:
             tokens = count(batch)
             self._tokens += tokens * self._share
-            if self._model is not None:
+            if self._is_due:
                 # The user's code may draw numbers. A resume counts again, and must change nothing.
                 random_states = rng.state(self._device)
                 try:
                     self._flops = self._count_flops(batch) / tokens
                 except Exception as error:  # the user's code need not run on such tensors
                     notice(f"throughput/mfu is unknown: {type(error).__name__}: {error}")
+                    self._model = self._flops = None
                 rng.restore(random_states, self._device)
-                self._model = None
+                self._is_due = False
             yield batch
 
     def _count_flops(self, batch: Any) -> int:

@@ -45,7 +45,8 @@ class FrozenParts:
             if parameter.requires_grad:
                 names.setdefault(parameter, []).append(name)
         self._names = list(names.values())
-        self._now = self._trained(())
+        self.now = self._trained(())
+        """The names of the parameters that are trained now."""
 
     def begin(self, epoch: int, strategy: Strategy) -> bool:
         """Train the parameters of `epoch`. Return whether they were others before. Collective.
@@ -53,13 +54,13 @@ class FrozenParts:
         Raises UserError for an unknown module, and if no parameter is left.
         """
         trained = self._trained(self.modules(epoch))
-        if trained == self._now:
+        if trained == self.now:
             return False
         if not trained:
             raise UserError(f"frozen({epoch}) leaves no parameter to train: return fewer modules")
         strategy.train_only(trained)
         place_states(strategy.optimizer)
-        self._now = trained
+        self.now = trained
         return True
 
     def change(self, epoch: int) -> str:
@@ -95,5 +96,5 @@ class FrozenParts:
         return [
             name
             for name, parameter in model.named_parameters()
-            if parameter.requires_grad != (name in self._now)
+            if parameter.requires_grad != (name in self.now)
         ]
