@@ -42,6 +42,12 @@ def test_only_one_cycle_rises_without_a_warm_up(schedule: str, total: int) -> No
     assert all(falls[peak:]) and not any(falls[:peak]) and (peak == 0 or schedule == "one_cycle")
 
 
+@given(schedules, st.integers(1, 200))
+def test_the_rate_never_rises_after_a_warm_up(schedule: str, warmup: int) -> None:
+    factors = [factor(schedule, step, 300, warmup) for step in range(warmup, 300)]
+    assert factors[0] == 1 and factors == sorted(factors, reverse=True)
+
+
 @given(schedules, st.integers(0, 10**9), st.integers(0, 100))
 def test_steps_past_the_end_are_harmless(schedule: str, beyond: int, warmup: int) -> None:
     assert 0 <= factor(schedule, 100 + beyond, 100, warmup) <= 1

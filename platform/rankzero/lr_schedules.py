@@ -13,12 +13,15 @@ _ONE_CYCLE_START = 1 / 25
 def factor(schedule: str, step: int, total_steps: int, warmup_steps: int = 0) -> float:
     """Return the factor on the base learning rate at `step`, with 0 <= step < total_steps.
 
-    A linear warm-up over `warmup_steps` comes first. The schedule covers the steps that are left.
+    A linear warm-up over `warmup_steps` comes first, for one_cycle in the place of its own rise.
+    The schedule covers the steps that are left.
     The factor is positive at every step, also at the last.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    # It has risen in its warm-up.
+    peak = 0.0 if warmup_steps else _ONE_CYCLE_PEAK
     match schedule:
         # The training loop itself reduces the learning rate on a plateau.
         case "constant" | "plateau":
@@ -27,11 +30,11 @@ def factor(schedule: str, step: int, total_steps: int, warmup_steps: int = 0) ->
             return 1.0 - progress
         case "cosine":
             return _cosine(progress)
-        case "one_cycle" if progress < _ONE_CYCLE_PEAK:
-            rise = _cosine(1.0 - progress / _ONE_CYCLE_PEAK)
+        case "one_cycle" if progress < peak:
+            rise = _cosine(1.0 - progress / peak)
             return _ONE_CYCLE_START + (1.0 - _ONE_CYCLE_START) * rise
         case "one_cycle":
-            return _cosine((progress - _ONE_CYCLE_PEAK) / (1.0 - _ONE_CYCLE_PEAK))
+            return _cosine((progress - peak) / (1.0 - peak))
         case _:
             raise ValueError(f"no schedule is called {schedule!r}")
 
