@@ -48,7 +48,13 @@ from rankzero.mlflow_store.items import (
     name_of,
     parts_of,
 )
-from rankzero.mlflow_store.uris import ExperimentGone, RunContinued, RunGone, StoreMoved, sqlite_path
+from rankzero.mlflow_store.uris import (
+    ExperimentGone,
+    RunContinued,
+    RunGone,
+    StoreMoved,
+    sqlite_path,
+)
 from rankzero.permanent_errors import lacks_rights, refusal
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import delivery_state, disk, run_locks

@@ -243,8 +243,8 @@ def ddp(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
 def zero1(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
     """Wrap the model in DDP, and divide the optimizer's state among the ranks (ZeRO-1).
 
-    Raises UserError if the optimizer has hooks, or arguments that are not in its `defaults`, and for
-    parameters of several types.
+    Raises UserError if the optimizer has hooks, or arguments that are not in its `defaults`, and
+    for parameters of several types.
     """
     whole = ddp(experiment, model, world)
     if not world.is_distributed:
