@@ -34,7 +34,7 @@ class JointOptimizer(Optimizer):
         """Every part's states, by parameter."""
         return {key: state for part in self.parts.values() for key, state in part.state.items()}
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
         """Let every part step."""
         for part in self.parts.values():
             part.step()
