@@ -243,8 +243,8 @@ def ddp(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
 def zero1(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
     """Wrap the model in DDP, and divide the optimizer's state among the ranks (ZeRO-1).
 
-    Raises UserError if the optimizer has hooks, or arguments that are not in its `defaults`, and
-    for parameters of several types.
+    Raises UserError for parameters of several types, and if the optimizer has hooks, or arguments
+    that are not in its `defaults`.
     """
     whole = ddp(experiment, model, world)
     if not world.is_distributed:
@@ -269,24 +269,23 @@ def _divided(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     parameters = inspect.signature(kind).parameters
     settings = {name: value for name, value in optimizer.defaults.items() if name in parameters}
     try:
-        divided = ZeroRedundancyOptimizer(
-            optimizer.param_groups, kind, parameters_as_bucket_view=False, **settings
-        )
+        divided = ZeroRedundancyOptimizer(optimizer.param_groups, kind, **settings)
     except (TypeError, ValueError) as error:
         # A ValueError names parameters of several types, which fsdp may refuse, too.
         instead = "ddp" if isinstance(error, ValueError) else "ddp or fsdp"
         raise UserError(
             f"train.strategy=zero1 cannot divide {kind.__name__}: {error}; use {instead}"
         ) from error
-    if lost := _differing(vars(optimizer), vars(divided.optim)):
-        raise UserError(
-            f"train.strategy=zero1 cannot divide {kind.__name__}: it makes one for each rank from "
-            f"the optimizer's `defaults`, which have no {', '.join(lost)}; use ddp or fsdp"
-        )
+    _refuse_others(vars(optimizer), vars(divided.optim), kind.__name__)
     return divided
 
 
-def _differing(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the names of hooks and settings that `other` has not, or otherwise."""
+def _refuse_others(mine: Mapping[str, Any], other: Mapping[str, Any], kind: str) -> None:
+    """Raise UserError for hooks and settings that the `other` optimizer has not, or otherwise."""
     names = [name for name in mine if name not in ("defaults", "param_groups", "state")]
-    return [name for name in names if repr(mine[name]) != repr(other.get(name))]
+    # Their texts: two tensors are equal by element.
+    if lost := [name for name in names if repr(mine[name]) != repr(other.get(name))]:
+        raise UserError(
+            f"train.strategy=zero1 cannot divide {kind}: it makes one for each rank from the "
+            f"optimizer's `defaults`, which have no {', '.join(lost)}; use ddp or fsdp"
+        )
