@@ -393,8 +393,8 @@ class Experiment:
 
         An object has ``update(*args)`` and ``compute()``, as those of torchmetrics. `measure`
         returns under its name the tuple of `args`. Training ignores it. ``compute()`` returns a
-        number, or {name: number}. Called on every rank, once an evaluation, which first calls
-        the objects' ``reset()``, if they have it.
+        number, or {name: number}. Called on every rank, once at the start for the names, and once
+        an evaluation, which first calls the objects' ``reset()``, if they have it.
 
         Objects of torchmetrics add their states over ranks. Any other object gets the tensors of
         all ranks at the end, in the order of the samples, in one `update`.

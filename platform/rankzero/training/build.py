@@ -52,13 +52,17 @@ def build(
     trainable = [name for name, one in model.named_parameters() if one.requires_grad]
     make_loader = _loader_factory(experiment, world)
     train_loader = make_loader(train_set)
-    example_batch = functools.partial(_example_batch, train_loader, order)
     total = train.steps or (train.epochs or 0) * order.steps_per_epoch
     # After the model, so that its weights do not depend on the helpers.
     start = Progress(0, total, 0, True, frozen.helpers(experiment, world.device))
-    meter = work_meter.of(experiment, model, world, start)
+    timer = _forward_timer(experiment, world)
+    meter = work_meter.of(experiment, timer.measure, model, world, start)
     strategy = strategies.build(
-        experiment, model, world, measure_at(experiment.measure, start), example_batch
+        experiment,
+        model,
+        world,
+        measure_at(experiment.measure, start),
+        functools.partial(_example_batch, train_loader, order),
     )
     # From here on, ranks with other samples draw other numbers, for dropout.
     rng.seed_all(train.seed, 1 + strategy.shard.rank)
@@ -72,7 +76,7 @@ def build(
         train_loader,
         {group: make_loader(one) for group, one in val_sets.items()},
         make_loader,
-        _forward_timer(experiment, world),
+        timer,
         FrozenParts(experiment, model),
         work_meter=meter,
         helpers=start.helpers,

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from rankzero.errors import UserError
 from rankzero.ranks import Ranks
+from rankzero.training.build import build
 from rankzero.training.distributed.world import World
 from rankzero.training.metrics.stateful import StatefulMetrics, without_stateful
+from support.training import tiny
 
 ALONE = World(Ranks(), torch.device("cpu"))
 
@@ -168,6 +170,23 @@ def test_result_that_is_no_number_is_refused() -> None:
     metrics.update({"one": (torch.ones(2),)}, 2)
     with pytest.raises(UserError, match=re.escape("a number or {name: number}, got tensor")):
         metrics.compute([2], 0)
+
+
+def test_objects_that_draw_numbers_at_the_start_change_no_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    experiment, calls = tiny(), 0
+
+    def metrics(self: Any) -> dict[str, Any]:
+        nonlocal calls
+        calls += 1
+        return {"fid": torch.rand(1)}
+
+    build(experiment, ALONE)
+    first = torch.rand(1)
+    monkeypatch.setattr(type(experiment), "metrics", metrics)
+    build(experiment, ALONE)
+    assert torch.rand(1) == first and calls == 1
 
 
 def test_training_ignores_the_arguments() -> None:

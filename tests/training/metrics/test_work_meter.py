@@ -107,7 +107,7 @@ def test_who_counts_no_tokens_or_has_helpers_gets_no_copy_of_the_model() -> None
     plain, counted = two_ranks.layered(), two_ranks.layered(COUNTED)
     start = Progress(0, 1, 0, True)
     for experiment, at in ((plain, start), (counted, replace(start, helpers={"t": model}))):
-        assert of(experiment, model, world, at)._model is None
+        assert of(experiment, experiment.measure, model, world, at)._model is None
 
 
 @pytest.mark.parametrize(
@@ -130,15 +130,20 @@ def test_peaks_of_gpus(name: str, precision: str, teraflops: float | None) -> No
     assert peak_flops(name, precision) == (None if teraflops is None else teraflops * 1e12)
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "gpus"), [("dp", 1, 2), ("ddp", 4, 4)])
-def test_peak_is_that_of_all_gpus(
-    monkeypatch: pytest.MonkeyPatch, strategy: str, ranks: int, gpus: int
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "gpus", "precision"), [("dp", 1, 2, "bf16"), ("ddp", 4, 4, "bf16")]
+)
+def test_peak_is_that_of_all_gpus_and_of_a_model_in_bf16(
+    monkeypatch: pytest.MonkeyPatch, strategy: str, ranks: int, gpus: int, precision: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
-    experiment = two_ranks.layered(COUNTED, train__strategy=strategy, train__precision="bf16")
+    experiment = two_ranks.layered(COUNTED, train__strategy=strategy, train__precision=precision)
     world = World(Ranks(0, ranks), torch.device("cuda"))
-    assert of(experiment, nn.Linear(8, 1), world, Progress(0, 1, 0, True))._peak == gpus * 121e12
+    start = Progress(0, 1, 0, True)
+    model = nn.Linear(8, 1).bfloat16()
+    meter = of(experiment, experiment.measure, model, world, start)
+    assert meter._peak == gpus * 121e12
 
 
 def test_tokens_of_all_ranks_are_reported(tmp_path: Path) -> None:

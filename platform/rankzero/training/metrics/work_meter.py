@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 from rankzero import ranks
-from rankzero.experiment import Experiment
+from rankzero.experiment import Experiment, Train
 from rankzero.training import rng
 from rankzero.training.data.batch import to_device
 from rankzero.training.distributed.world import World
 from rankzero.training.metrics.peak_flops import peak_flops
-from rankzero.training.metrics.stateful import without_stateful
 from rankzero.training.strategies.base import Measure, MicroBatchStep, set_trained
 from rankzero.training_position import Progress, bound, takes_progress
 
@@ -107,28 +106,35 @@ class WorkMeter:
         return found
 
 
-def of(experiment: Experiment, model: nn.Module, world: World, at: Progress) -> WorkMeter:
+def of(
+    experiment: Experiment, measure: Measure, model: nn.Module, world: World, at: Progress
+) -> WorkMeter:
     """Return what counts the experiment's work on this rank. `model`: on the host."""
     train = experiment.train
     counts_tokens = type(experiment).tokens is not Experiment.tokens
-    peak = None
     # The content of a helper is on the device, that of the copied model is nowhere.
-    if counts_tokens and not at.helpers and world.device.type == "cuda":
-        peak = peak_flops(torch.cuda.get_device_name(world.device), train.precision)
-    # DataParallel uses all GPUs in one process.
-    devices = torch.cuda.device_count() if train.strategy == "dp" else world.size
-    measure = without_stateful(experiment.measure, experiment.metrics().keys())
+    peak = _peak(train, world) if counts_tokens and not at.helpers else None
     places = [dataclasses.replace(at, turn=turn) for turn in experiment.turns or (None,)]
     has_progress = takes_progress(experiment.measure)
     measures = [bound(measure, place) for place in places] if has_progress else [measure]
     return WorkMeter(
         experiment.tokens if counts_tokens else None,
         ranks.shards(train.strategy, world.size) / world.size,
-        None if peak is None else peak * devices,
+        peak,
         model,
         measures,
         world.device,
     )
+
+
+def _peak(train: Train, world: World) -> float | None:
+    """Return the FLOP/s that all ranks' devices can do, if known."""
+    if world.device.type != "cuda":
+        return None
+    peak = peak_flops(torch.cuda.get_device_name(world.device), train.precision)
+    # DataParallel uses all GPUs in one process.
+    devices = torch.cuda.device_count() if train.strategy == "dp" else world.size
+    return None if peak is None else peak * devices
 
 
 def _on_meta(model: nn.Module) -> nn.Module | None:
