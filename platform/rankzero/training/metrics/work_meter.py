@@ -113,7 +113,7 @@ def of(
     train = experiment.train
     counts_tokens = type(experiment).tokens is not Experiment.tokens
     # The content of a helper is on the device, that of the copied model is nowhere.
-    peak = _peak(train, world) if counts_tokens and not at.helpers else None
+    peak = _peak(train, model, world) if counts_tokens and not at.helpers else None
     places = [dataclasses.replace(at, turn=turn) for turn in experiment.turns or (None,)]
     has_progress = takes_progress(experiment.measure)
     measures = [bound(measure, place) for place in places] if has_progress else [measure]
@@ -127,11 +127,14 @@ def of(
     )
 
 
-def _peak(train: Train, world: World) -> float | None:
-    """Return the FLOP/s that all ranks' devices can do, if known."""
+def _peak(train: Train, model: nn.Module, world: World) -> float | None:
+    """Return the FLOP/s that all ranks' devices can do in the model's number format, if known."""
     if world.device.type != "cuda":
         return None
-    peak = peak_flops(torch.cuda.get_device_name(world.device), train.precision)
+    # A model that is half-precision by itself needs no autocast.
+    halves = (p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
+    precision = "bf16" if any(halves) else train.precision
+    peak = peak_flops(torch.cuda.get_device_name(world.device), precision)
     # DataParallel uses all GPUs in one process.
     devices = torch.cuda.device_count() if train.strategy == "dp" else world.size
     return None if peak is None else peak * devices
