@@ -42,30 +42,26 @@ def build(
 
     `data`: what `sets.load` returned before, to use it again.
     """
-    train, amp = experiment.train, _set_up_process(experiment, world)
+    amp = _set_up_process(experiment, world)
     train_set, val_sets = data or sets.load(experiment)
     order = _batch_order(experiment, world, train_set, val_sets)
     model_randoms = rng.state(torch.device("cpu"))
-    # On the CPU: a strategy moves this rank's part. A pretraining within model() leaves gradients.
+    # On the CPU: a strategy moves this rank's part.
     model = model_of(experiment)
-    model.zero_grad()
     trainable = [name for name, one in model.named_parameters() if one.requires_grad]
     make_loader = _loader_factory(experiment, world)
     train_loader = make_loader(train_set)
-    total = train.steps or (train.epochs or 0) * order.steps_per_epoch
+    example_batch = functools.partial(_example_batch, train_loader, order)
+    total = experiment.train.steps or (experiment.train.epochs or 0) * order.steps_per_epoch
     # After the model, so that its weights do not depend on the helpers.
     start = Progress(0, total, 0, True, frozen.helpers(experiment, world.device))
     timer = _forward_timer(experiment, world)
     meter = work_meter.of(experiment, timer.measure, model, world, start)
     strategy = strategies.build(
-        experiment,
-        model,
-        world,
-        measure_at(experiment.measure, start),
-        functools.partial(_example_batch, train_loader, order),
+        experiment, model, world, measure_at(experiment.measure, start), example_batch
     )
     # From here on, ranks with other samples draw other numbers, for dropout.
-    rng.seed_all(train.seed, 1 + strategy.shard.rank)
+    rng.seed_all(experiment.train.seed, 1 + strategy.shard.rank)
     job = TrainingContext(
         experiment,
         world,
@@ -84,9 +80,8 @@ def build(
         model_randoms=model_randoms,
         left_out=[name for name in trainable if not model.get_parameter(name).requires_grad],
     )
-    state = _initial_state(strategy, model, train.ema)
+    state = _initial_state(strategy, model, experiment.train.ema)
     job.frozen_parts.begin(0, strategy)
-    meter.train_only(job.frozen_parts.now)
     place_states(strategy.optimizer)
     malloc.keep_freed_memory()
     return job, state
@@ -103,6 +98,8 @@ def model_of(experiment: Experiment) -> nn.Module:
             "model() returned a DistributedDataParallel: return its .module, because "
             "train.strategy wraps it"
         )
+    # A pretraining within model() leaves gradients.
+    model.zero_grad()
     return model
 
 

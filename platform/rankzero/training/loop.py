@@ -43,9 +43,9 @@ def fit(
     batches = job.train_loader.train_batches(
         job.batch_order, job.strategy.shard.rank, state.step, job.total_steps
     )
-    batches = job.work_meter.watch(batches, notice)
-    batches = carried_state.watch(batches, job, state, notice)
-    timed = TimedBatches(batches, job.world.device)
+    job.work_meter.train_only(job.frozen_parts.now)
+    counted = job.work_meter.watch(batches, notice)
+    timed = TimedBatches(carried_state.watch(counted, job, state, notice), job.world.device)
     reporter = Reporter(job, state, totals, timed.read)
     state.model.train()
     stopped = StopCode.NONE
