@@ -1182,3 +1182,11 @@ def test_command_of_a_run_has_its_module_and_torchrun() -> None:
     # A profiler runs another file, and its own module stays the main one.
     assert command(["x.py"], launched, main) == [*words, "x.py"]
     assert command(["x.py"], {}, main) == ["x.py"]
+
+
+def test_attempt_that_a_later_call_of_track_takes_over_has_not_finished() -> None:
+    rankzero.track("mine", name="r1", offline=True)  # as a cell whose training has failed
+    with rankzero.track("mine", name="r1", offline=True) as run:
+        run.log({"loss": 1.0})
+    ends = [(one.status, one.reason) for one in of_kind(run.folder, RunEnded)]
+    assert ends == [("KILLED", "stopped by a later call of track()"), ("FINISHED", "finished")]

@@ -28,6 +28,7 @@ from rankzero.errors import UserError
 from rankzero.experiment import Goal
 from rankzero.integrations.own_loop.null_run import NullTrackedRun
 from rankzero.integrations.own_loop.params import params_of
+from rankzero.integrations.own_loop.process_end import Stopped
 from rankzero.integrations.own_loop.tracked_run import OPEN, TrackedRun, left_open
 from rankzero.mlflow_store import drivers, uris
 from rankzero.redaction.text import settings_without_secrets, url_without_secrets
@@ -190,8 +191,9 @@ def _identity(experiment: str, name: str | None, uri: str, runs: Path) -> Identi
 def _open_log(runs: Path, mine: ranks.Ranks, identity: Identity, *, offline: bool) -> RunLog:
     folder = RunFolder.open_or_create(runs, identity)
     # As in a notebook, where a cell is run again. Two objects would write one journal.
-    if folder.path in OPEN:
-        OPEN[folder.path].finish()
+    if (left := OPEN.get(folder.path)) is not None:
+        # A copy of an adapter takes the run over.
+        left.finish(None if left.is_owned else Stopped("a later call of track()"))
     take_over(folder)
     return RunLog.open(runs, identity, mine, gpu_uuids=None, offline=offline)
 
