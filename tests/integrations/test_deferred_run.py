@@ -99,6 +99,15 @@ def test_training_ends_what_its_thread_has_left_open() -> None:
     assert not OPEN
 
 
+def test_training_stops_one_of_an_earlier_call_whose_framework_reports_no_end() -> None:
+    """As in a sweep with Accelerate that catches the error of a trial."""
+    left, newest = (DeferredRun("mine", offline=True) for _ in range(2))
+    left.begin_training(call=object())
+    newest.begin_training(call=object())
+    assert steps_and_ends(left)[1] == ["KILLED"] and not steps_and_ends(newest)[1]
+    newest.end()
+
+
 def test_evaluation_after_a_cell_that_was_interrupted_ends_the_run_again() -> None:
     run = DeferredRun("mine", offline=True)
     run.begin_training()

@@ -10,6 +10,7 @@ Or ``Accelerator(log_with=RankZeroTracker("my-experiment"))``. Accelerate gives 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,6 +38,7 @@ class RankZeroTracker(GeneralTracker):
     def __init__(self, experiment: str, **options: Any) -> None:
         self._run = DeferredRun(experiment, **options)
         self._is_new = True
+        self._accelerator: weakref.ref[Accelerator] | None = None
         super().__init__()
 
     @property
@@ -56,6 +58,7 @@ class RankZeroTracker(GeneralTracker):
         # Accelerate keeps the trackers of earlier calls, which would log this training, too.
         caller = sys._getframe(1).f_locals.get("self")
         if isinstance(caller, Accelerator):
+            self._accelerator = weakref.ref(caller)
             count = len(caller.log_with)
             earlier, newest = caller.trackers[:-count], caller.trackers[-count:]
             mine = [one for one in earlier if isinstance(one, RankZeroTracker)]
@@ -77,7 +80,7 @@ class RankZeroTracker(GeneralTracker):
             # Accelerate does not tell whether the steps of a second training go on.
             begins = step <= self._run.begin().highest_step
             self._run.next_ahead = 0
-            self._run.begin_training(0 if begins else step)
+            self._run.begin_training(0 if begins else step, self._accelerator)
             self._is_new = False
         if self._run.goal.metric in values:
             self._run.begin().judge_logged()

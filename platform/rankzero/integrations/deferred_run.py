@@ -14,6 +14,7 @@ from typing import Any
 from rankzero.errors import UserError
 from rankzero.experiment import Goal
 from rankzero.integrations.own_loop.logged_files import text_name
+from rankzero.integrations.own_loop.process_end import Stopped
 from rankzero.integrations.own_loop.track import track
 from rankzero.integrations.own_loop.tracked_run import OPEN, TrackedRun
 
@@ -130,6 +131,9 @@ class DeferredRun:
         # call have the same ones.
         if new_place == place and (call is None or new_call is not call):
             self.end_unreported()
+            # Its framework reports no end, and without a call two may be callbacks of one training.
+            if call is not None and self._run is not None and self._run.trains:
+                self.end(Stopped("a later training"))
         self.end_if_over()
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
