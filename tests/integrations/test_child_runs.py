@@ -99,7 +99,7 @@ def test_child_continues_its_run_too() -> None:
     again = run.child("a b")
     assert again.name == child.name and len(RunFolder(run.folder or Path()).children) == 2
     run.finish()
-    assert ends(again) == ["FAILED", "FINISHED", "FINISHED"] and ends(other) == ["FAILED"]
+    assert ends(again) == ["FAILED", "KILLED", "FINISHED"] and ends(other) == ["FAILED"]
 
 
 def test_names_that_join_to_one_name_are_different_runs() -> None:

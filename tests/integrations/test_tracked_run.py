@@ -1189,4 +1189,4 @@ def test_attempt_that_a_later_call_of_track_takes_over_has_not_finished() -> Non
     with rankzero.track("mine", name="r1", offline=True) as run:
         run.log({"loss": 1.0})
     ends = [(one.status, one.reason) for one in of_kind(run.folder, RunEnded)]
-    assert ends == [("KILLED", "stopped by a later call of track()"), ("FINISHED", "finished")]
+    assert ends == [("KILLED", "stopped by a later attempt"), ("FINISHED", "finished")]

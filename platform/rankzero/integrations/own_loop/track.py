@@ -193,7 +193,7 @@ def _open_log(runs: Path, mine: ranks.Ranks, identity: Identity, *, offline: boo
     # As in a notebook, where a cell is run again. Two objects would write one journal.
     if (left := OPEN.get(folder.path)) is not None:
         # A copy of an adapter takes the run over.
-        left.finish(None if left.is_owned else Stopped("a later call of track()"))
+        left.finish(None if left.is_owned else Stopped("a later attempt"))
     take_over(folder)
     return RunLog.open(runs, identity, mine, gpu_uuids=None, offline=offline)
 
