@@ -215,10 +215,9 @@ def clip(world: World, norm: float, *, parts: Sequence[Tensor], whole: Sequence[
     total = (world.sum(mine.square()) + same.square()).sqrt()
     # The formula of torch.nn.utils.clip_grad_norm_ on the whole model, also its 1e-6. So all
     # strategies take the same step.
-    if norm < math.inf:
+    if norm < math.inf and (parts or whole):
         factor = (norm / (total + 1e-6)).clamp(max=1.0)
-        for gradient in (*parts, *whole):
-            gradient.mul_(factor)
+        torch._foreach_mul_([*parts, *whole], factor)
     return total
 
 
