@@ -35,7 +35,7 @@ def settle(folder: RunFolder, seconds: float = 1000.0) -> None:
         os.utime(path, (time.time() - seconds,) * 2)
 
 
-def make_folder(root: Path, uri: str = "sqlite:////nowhere/mlflow.db", **changes: Any) -> RunFolder:
+def make_folder(root: Path, uri: str = "sqlite:////nowhere/tests.db", **changes: Any) -> RunFolder:
     identity = Identity(f"run-{uuid.uuid4().hex[:6]}", uuid.uuid4().hex, "tests", uri)
     return RunFolder.create(root / "runs", dataclasses.replace(identity, **changes))
 

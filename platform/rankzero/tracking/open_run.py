@@ -92,10 +92,10 @@ def origin(folder: RunFolder) -> str | None:
 def former_store(folder: RunFolder) -> Path | None:
     """Return the former folder of a store that was moved or copied; None if it has the run.
 
-    A delivery would make that store anew, or change the one that a copy was made of.
+    A delivery would make that store again, or change the one that a copy was made of.
     """
     path = uris.sqlite_path(folder.identity.tracking_uri)
-    if path is None or moved.same(path.parent, folder.root):
+    if path is None or folder.is_elsewhere or moved.same(path.parent, folder.root):
         return None
     is_gone = path.name == uris.DATABASE and not path.parent.exists()
     is_former = is_gone or path.parent in moved.former_places(folder.root) or origin(folder)
