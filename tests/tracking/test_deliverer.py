@@ -111,7 +111,7 @@ def test_late_state_is_not_written_into_another_run_of_the_same_name(
 
 
 @pytest.mark.parametrize(
-    ("uri", "most"), [("http://mlflow.example", 110), ("sqlite:////nowhere/mlflow.db", 13)]
+    ("uri", "most"), [("http://mlflow.example", 110), ("sqlite:////nowhere/tests.db", 13)]
 )
 def test_a_backlog_of_a_hundred_thousand_points_goes_in_full_batches(
     uri: str, most: int, tmp_path: Path, tracker: MemoryStore
@@ -646,6 +646,9 @@ def test_a_renamed_experiment_or_a_deleted_run_gets_no_second_run(
     append(folder, started(2, step=6), steps(7, 9), ended())
     assert "was deleted" in (deliver(Deliverer(folder)).state.retries.error or "")
     assert not list_runs(sqlite)
+    MlflowRuns(sqlite).deletion.erase(record.run_id)
+    erased = deliver(Deliverer(folder)).state.retries.error or ""
+    assert "delete --discard-undelivered" in erased and "--restore" not in erased
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -48,6 +48,10 @@ class RunGone(TrackingError):
     """Somebody deleted the run in MLflow, so it accepts nothing any more."""
 
 
+class RunErased(RunGone):
+    """MLflow has no such run, because somebody erased it or because it has another database."""
+
+
 class RunContinued(RunGone):
     """Another machine has begun a newer attempt of the run, so it accepts no older one's items."""
 

@@ -51,8 +51,8 @@ from rankzero.mlflow_store.items import (
 from rankzero.mlflow_store.uris import (
     ExperimentGone,
     RunContinued,
+    RunErased,
     RunGone,
-    StoreMoved,
     sqlite_path,
 )
 from rankzero.permanent_errors import lacks_rights, refusal
@@ -490,11 +490,14 @@ class Deliverer:
         """
         is_final = self._hurried or isinstance(gone, RunContinued)
         self._gone_until = math.inf if is_final else self._clock() + _LOOK_SECONDS
-        self._target, name = None, self._folder.path.name
-        command = command_lines.line(self._folder.root, "delete", "--restore", name)
+        self._target, name, error = None, self._folder.path.name, str(gone)
+        back = functools.partial(command_lines.line, self._folder.root, "delete")
         is_child = self._folder.identity.parent is not None
-        back = "restore it in MLflow" if is_child else f"`{command}` brings it back"
-        error = str(gone) if isinstance(gone, RunContinued | StoreMoved) else f"{gone}: {back}"
+        if isinstance(gone, RunErased):
+            error += f": `{back('--discard-undelivered', name)}` deletes it here, too"
+        elif type(gone) is RunGone:
+            restore = f"`{back('--restore', name)}` brings it back"
+            error += f": {'restore it in MLflow' if is_child else restore}"
         if error != self.state.retries.error:
             log.error("%s; the rest of its journal is not delivered", error)
         self._change(retries=dataclasses.replace(self.state.retries, error=error, gone=True))

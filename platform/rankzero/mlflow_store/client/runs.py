@@ -32,7 +32,7 @@ from rankzero.mlflow_store.client.mlflow_compat import request_timeout
 from rankzero.mlflow_store.client.models import MlflowModels
 from rankzero.mlflow_store.client.records import RunRecord, require_id
 from rankzero.mlflow_store.items import CLAIM, DESCRIPTION, MetricPoint, claim_of
-from rankzero.mlflow_store.uris import NoSuchRun, RunGone, TrackingError
+from rankzero.mlflow_store.uris import NoSuchRun, RunErased, RunGone, TrackingError
 from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store.folder import Identity
 from rankzero.run_store.provenance import tags_for_mlflow, tags_of_user
@@ -173,7 +173,9 @@ class MlflowRuns:
     def require_run(self, run_id: str) -> None:
         """Raise RunGone if the run was deleted, and whatever MLflow raises if it cannot answer."""
         run = if_known(self._run, run_id)
-        if run is None or run.info.lifecycle_stage == "deleted":
+        if run is None:
+            raise RunErased(f"MLflow has no run {run_id} any more")
+        if run.info.lifecycle_stage == "deleted":
             raise RunGone(f"the MLflow run {run_id} was deleted")
 
     def log_artifact(self, run_id: str, path: Path, folder: str | None = None) -> None:
