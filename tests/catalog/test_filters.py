@@ -94,6 +94,13 @@ def test_runs_without_the_key_come_last() -> None:
     assert [one.name for one in select(runs, [parse("best<0.5")], "run")] == ["y"]
 
 
+def test_fields_of_the_json_are_keys_unless_a_param_has_the_name() -> None:
+    run = ONE._replace(bytes=200)
+    assert select([run], [parse("bytes>100")], "seconds") == [run]
+    run = run._replace(details=lambda: Details({"bytes": "1"}, {}, {}))
+    assert select([run], [parse("bytes>100")]) == []
+
+
 def test_a_key_that_no_run_has_is_an_error() -> None:
     with pytest.raises(UserError, match="did you mean 'val/loss'"):
         select([ONE], [parse("loss<1")])

@@ -142,14 +142,15 @@ def select(
 
 
 def value_of(run: Summary, key: str) -> _Value:
-    """Return a run's value: a column, the goal's best, or the first param, metric or tag."""
+    """Return a column, the goal's best, the first param, metric or tag, or a field of --json."""
     if key in COLUMNS:
         return COLUMNS[key](run)
     if key == run.goal and run.best is not None:
         return run.best
     if key not in run.params:
         key = new_name(key)
-    return run.params.get(key, run.metrics.get(key, run.tags.get(key)))
+    field = getattr(run, key) if key in run._fields else None
+    return run.params.get(key, run.metrics.get(key, run.tags.get(key, field)))
 
 
 def _require(key: str, runs: Sequence[Summary]) -> None:
