@@ -219,6 +219,7 @@ def test_run_without_mlflow_is_deleted_by_a_mark(root: Path, here: Here) -> None
     here("delete", "one", "--yes", "--discard-undelivered")
     code, output = here("prune", "--deleted", "--yes")
     assert "kept: one: MLflow lacks" in output and folder.path.exists()
+    assert "no deleted run" not in output
     assert here("prune", "--deleted", "--yes", "--discard-undelivered")[0] == 0
     assert not folder.path.exists()
 

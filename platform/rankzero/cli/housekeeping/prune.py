@@ -48,7 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = _chosen(known, best, age, arguments.experiment)
     able = [one.folder for one in chosen if _may_go(keeper, one)]
     if not able:
-        print("nothing to delete" if not arguments.deleted else "no deleted run takes up disk")
+        is_none = arguments.deleted and not chosen
+        print("no deleted run takes up disk" if is_none else "nothing to delete")
         return FINISHED
     if arguments.dry_run:
         show(keeper, able)
