@@ -20,6 +20,7 @@ from rankzero.cli.commands import sync as sync_command
 from rankzero.errors import FAILED, FINISHED
 from rankzero.events import SystemSampled
 from rankzero.mlflow_store import patience
+from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store import delivery_state as state
 from rankzero.run_store import run_locks
 from rankzero.run_store.folder import RunFolder
@@ -317,6 +318,15 @@ def test_samples_of_all_machines_of_a_child_are_delivered(tmp_path: Path) -> Non
     append(child, SystemSampled(1.0, 1, {"system/x": 1.0}), node=1)
     assert not delivery_status.combined_status(parent).done
     assert sync.deliver(parent, patience=20.0).done and not state.late_nodes(child)
+
+
+def test_a_deleted_experiment_is_not_waited_for(tmp_path: Path, sqlite: str) -> None:
+    folder = make_folder(tmp_path, sqlite)
+    append(folder, started(), ended())
+    client, began = MlflowRuns(sqlite)._client, time.monotonic()
+    client.delete_experiment(client.create_experiment("tests"))
+    assert "was deleted" in (sync.deliver(folder, patience=LONG).error or "")
+    assert time.monotonic() - began < LONG
 
 
 def test_a_server_that_is_away_is_waited_for_once(

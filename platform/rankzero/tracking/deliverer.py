@@ -135,6 +135,8 @@ class Deliverer:
         self._hurried, self._read_at, self._look_at = False, 0.0, 0.0
         # Until then a run that was deleted or continued elsewhere is not asked for.
         self._gone_until = 0.0
+        self.is_refused = False
+        """Whether MLflow does not let this user open the run, until somebody changes that."""
         # The unread bytes that are no whole line: there is nothing to read until they change.
         self._unfinished = 0
 
@@ -264,6 +266,7 @@ class Deliverer:
         # The store's address, and with it a password, may be part of the message.
         text = line_without_secrets(f"{type(error).__name__}: {error}")
         answered = isinstance(error, ExperimentGone) or lacks_rights(error)
+        self.is_refused = answered and target is None
         retries = self._retry.failed(kind, self.state.retries, text, answered=answered)
         self._change(retries=retries)
         log.warning("try %d failed: %s", self._retry.of(kind).failures, text)

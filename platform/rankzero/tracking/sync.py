@@ -79,7 +79,7 @@ def _deliver_node(folder: RunFolder, node: int, patience: float) -> bool:
         while not deliverer.complete:
             if deliverer.work():
                 moved = time.monotonic()
-            elif time.monotonic() - moved < patience:
+            elif time.monotonic() - moved < patience and not deliverer.is_refused:
                 time.sleep(0.1)
             else:
                 break
