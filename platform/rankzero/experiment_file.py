@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import multiprocessing
 import sys
+import sysconfig
 import urllib.parse
 from collections.abc import Collection, Iterable
 from contextvars import ContextVar
@@ -18,6 +20,8 @@ from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.lightning_module import as_experiment, modules_in
 
+CODE = "rankzero.code."
+"""The tags that `code_tags` returns begin with it."""
 # A file that calls `rankzero.train` at import would start itself again in each training process.
 # `is_loading` finds that out. A ContextVar, so that only the importing thread sees it.
 _loading: ContextVar[bool] = ContextVar("loading", default=False)
@@ -82,6 +86,28 @@ def split(reference: str) -> tuple[Path, str | None]:
             "experiments/digits.py)"
         )
     return path, name or None
+
+
+def code(folder: Path) -> dict[str, bytes]:
+    """Return the modules below a folder that this process has imported, by their path in it."""
+    # Python may lie below the folder, and imports its own modules when they are needed.
+    others = (sysconfig.get_path("stdlib"), Path(__file__).parent)
+    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    own = (Path(file) for file in files if file.endswith(".py"))
+    names = sorted(one.relative_to(folder) for one in own if one.is_relative_to(folder))
+    # A virtual environment may lie next to the file, too, and a module in an archive.
+    return {
+        name.as_posix(): (folder / name).read_bytes()
+        for name in names
+        if "site-packages" not in name.parts and (folder / name).is_file()
+        if not any((folder / name).is_relative_to(other) for other in others)
+    }
+
+
+def code_tags(reference: str) -> dict[str, str]:
+    """Return a digest of the imported file, and of each module that it imported from its folder."""
+    parts = code(split(reference)[0].parent).items()
+    return {f"{CODE}{name}": hashlib.sha256(text).hexdigest()[:16] for name, text in parts}
 
 
 class _FilesByPath:

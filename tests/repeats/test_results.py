@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from rankzero.cli.display.terminal import print_table
 from rankzero.confidence import student_t
 from rankzero.events import DataDescribed, Evaluated
 from rankzero.experiment import Goal
+from rankzero.experiment_file import CODE
 from rankzero.housekeeping.deletion import mark
 from rankzero.repeats import results
 from rankzero.repeats.plan import Repetition
@@ -60,19 +62,21 @@ def test_a_failed_run_is_missing_and_not_zero() -> None:
 def test_runs_with_other_settings_or_other_data_are_named(tmp_path: Path) -> None:
     """Data that was edited between, and a run that was resumed alone with other settings."""
 
-    def read(seed: int, digest: str, **changed: str) -> RunResult:
+    def read(seed: int, digest: str, code: str = "c1", **changed: str) -> RunResult:
         folder = make_folder(tmp_path)
         params = {"train.seed": str(seed), "world_size": str(seed + 1), **changed}
         data = DataDescribed(T0, "training", "Mine", digest, "all", "code", "e.py", 9, {})
-        append(folder, started(**params), data, evaluated(30, 0.6), ended())
+        start = dataclasses.replace(started(**params), environment={f"{CODE}e.py": code})
+        append(folder, start, data, evaluated(30, 0.6), ended())
         return results.read(Repetition((), seed), folder)
 
     same = [read(seed, "d1") for seed in range(3)]
     assert results.problems(same, GOAL) == []
-    mixed = [*same[:2], read(2, "d2"), read(3, "d1", lr="0.001", new="1")]
+    mixed = [*same[:2], read(2, "d2"), read(3, "d1", lr="0.001", new="1"), read(4, "d1", "c2")]
     assert results.problems(mixed, GOAL) == [
         "differs: seed=2 has training data d2 and not d1",
         "differs: seed=3 has lr 0.001 and not 0.1",
+        "differs: seed=4 has rankzero.code.e.py c2 and not c1",
     ]
     page = results.page("name", mixed, GOAL)
     assert "Differs: seed=3" in page

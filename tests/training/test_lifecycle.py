@@ -8,6 +8,7 @@ import pytest
 
 from rankzero import config
 from rankzero.catalog.lookup import last_end
+from rankzero.experiment_file import CODE
 from rankzero.launch.request import OUT_OF_MEMORY, write_config
 from rankzero.run_store.journal import Journal
 from rankzero.tracking.run_log import RunLog
@@ -43,3 +44,12 @@ def test_a_set_up_that_fails_with_half_the_micro_batch_names_it(
         raise KeyError("odd")
     ended = last_end(folder)
     assert ended and ended.reason.endswith(" (after out of memory: 8 -> 4)") is not is_later
+
+
+def test_an_attempt_with_edited_code_says_so(tmp_path: Path) -> None:
+    """As after a restart by torchrun or Slurm, which imports the file again."""
+    folder, before = make_folder(tmp_path), {f"{CODE}exp.py": "1", f"{CODE}net.py": "1"}
+    log = RunLog(folder, Journal(folder.events), 2, None, tags_before=before)
+    with tracked(log, tiny(), {}, ALONE, RunTotals()) as run:
+        run.start(4, 8, tags={**before, f"{CODE}net.py": "2"})
+    assert "other code than in the attempt before (net.py): the" in folder.events.read_text()

@@ -13,6 +13,7 @@ from rankzero import scalars
 from rankzero.catalog import command_lines, deleted
 from rankzero.confidence import half_width
 from rankzero.experiment import Goal
+from rankzero.experiment_file import CODE
 from rankzero.repeats.plan import SEED, Repetition
 from rankzero.reporting import markdown
 from rankzero.reporting.markdown import inline
@@ -35,7 +36,7 @@ class RunResult:
     metrics: Mapping[str, float]
     """The val/ metrics of its best evaluation, the goal's first, and its test/ metrics."""
     given: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Its settings but those that the repeat varies, and the digests of its data by their use."""
+    """Its settings but those that the repeat varies, and the digests of its data and code."""
 
     @property
     def finished(self) -> bool:
@@ -78,9 +79,10 @@ def read(run: Repetition, folder: RunFolder) -> RunResult:
     status, reason = (end.status, end.reason) if end else ("", "")
     # A resume on another number of processes, or on another device, keeps the samples of a step.
     varied = {SEED, "world_size", "device", *dict(run.values)}
-    settings = {key: text for key, text in facts.params.items() if key not in varied}
-    data = {f"{use}{_DATA}": one.digest for use, one in facts.data.items()}
-    return RunResult(run, name, status, reason, metrics, settings | data)
+    given = {key: text for key, text in facts.params.items() if key not in varied}
+    given |= {f"{use}{_DATA}": one.digest for use, one in facts.data.items()}
+    given |= {key: text for key, text in facts.environment.items() if key.startswith(CODE)}
+    return RunResult(run, name, status, reason, metrics, given)
 
 
 def means(results: Sequence[RunResult]) -> dict[str, Mean]:

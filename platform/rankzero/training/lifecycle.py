@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from rankzero import config
+from rankzero import config, experiment_file
 from rankzero.events import DataDescribed, RunEnded, RunStarted, Status
 from rankzero.experiment import Experiment
 from rankzero.launch import failures
@@ -65,13 +65,14 @@ class RunLifecycle:
         for event in data:
             self._log(event)
         before = self._log.tags_before
-        changed = [use for use, digest in digests.items() if before.get(use, digest) != digest]
-        if changed and step:
-            listed = ", ".join(use.removeprefix(_DATA) for use in changed)
-            self._log.notice(
-                f"other data than in the attempt before ({listed}): the values before and after "
-                f"step {step} may not be comparable"
-            )
+        for kind, prefix in (("data", _DATA), ("code", experiment_file.CODE)):
+            own = (key for key, text in every.items() if before.get(key, text) != text)
+            listed = ", ".join(key.removeprefix(prefix) for key in own if key.startswith(prefix))
+            if listed and step:
+                self._log.notice(
+                    f"other {kind} than in the attempt before ({listed}): the values before and "
+                    f"after step {step} may not be comparable"
+                )
 
 
 @contextlib.contextmanager

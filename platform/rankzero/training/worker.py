@@ -113,6 +113,7 @@ def attempt(
     if world.ranks.node_rank > 0:  # the file may be elsewhere on this machine
         identity["experiment_file"] = request.identity.experiment_file
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), settings)
+    code = experiment_file.code_tags(request.experiment_file)
     gpus = device.gpu_uuids(world.ranks, experiment.train.strategy)
     log = RunLog.open(
         Path(request.runs), Identity(**identity), world.ranks, gpus, offline=request.offline
@@ -144,7 +145,7 @@ def attempt(
         used = {"training": job.train_loader.dataset, **validation, **test_sets}
         file = request.environment.get("rankzero.experiment_file", request.experiment_file)
         described = [digest.describe(one, use, file) for use, one in used.items()]
-        run.start(state.step, job.total_steps, described, job.model_tags)
+        run.start(state.step, job.total_steps, described, {**job.model_tags, **code})
         for text in (*_notices(request, job, state, used), *sets.differences(world, described)):
             log.notice(text)
         run.outcome = _train(job, state, log, stop, totals, watchdog, test_sets)

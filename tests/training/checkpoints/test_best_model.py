@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from rankzero import ConfigError, experiment_file
+from rankzero.experiment_file import CODE
 from rankzero.launch.request import write_config
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.permanent_errors import NeverAccepted
@@ -179,6 +180,26 @@ def test_a_file_that_may_be_mended_leaves_the_model_to_sync(
     (notice,) = notices
     assert says in notice and "; rankzero sync" in notice
     assert folder.late_model.exists(), "sync would say that MLflow has everything"
+
+
+def test_a_file_that_was_edited_since_the_training_leaves_the_model_to_sync(
+    folder: RunFolder,
+) -> None:
+    """Or MLflow had the trained weights in another model."""
+    notices: list[str] = []
+    code = experiment_file.code_tags(str(TINY))
+    for step, digest in ((0, "edited"), (0, code[f"{CODE}tiny.py"]), (4, "later")):
+        tags = {**code, f"{CODE}tiny.py": digest}
+        append(folder, dataclasses.replace(started(step=step), environment=tags))
+        near, far = multiprocessing.Pipe(duplex=False)
+        far.close()
+        if digest == "edited":
+            best_model.log_best(folder, notices.append)
+        else:
+            with pytest.raises(EOFError):  # It waits to log it.
+                best_model._trace_and_log(folder, near)
+    assert "tiny.py was edited since it trained step 4: put it back (" in notices[0]
+    assert folder.late_model.exists()
 
 
 def test_a_server_that_fails_for_now_leaves_the_model_to_sync(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import multiprocessing
 import sys
 import sysconfig
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rankzero import Choice, ConfigError, Experiment, Goal, Train, config
+from rankzero import Choice, ConfigError, Experiment, Goal, Train, config, experiment_file
 from rankzero.errors import UserError
 from rankzero.tuning.trials import describe
 from rankzero.tuning.trials.describe import ExperimentDescription, Question, mirrored
@@ -164,8 +163,8 @@ def test_what_data_import_to_prepare_a_file_is_no_change_of_the_code(
 
 
 def test_modules_of_python_below_the_folder_are_no_code_of_the_user() -> None:
-    nothing = hashlib.sha256().hexdigest()[:16]
-    assert describe._digest_of_code(Path(sysconfig.get_path("stdlib"))) == nothing
+    assert experiment_file.code(Path(sysconfig.get_path("stdlib"))) == {}
+    assert experiment_file.code(Path(experiment_file.__file__).parents[1]) == {}, "ours"
 
 
 def test_only_the_first_number_of_processes_has_the_users_micro_batch() -> None:

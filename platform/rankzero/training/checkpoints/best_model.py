@@ -23,6 +23,7 @@ from rankzero import experiment_file
 from rankzero.catalog import command_lines, lookup
 from rankzero.config import ConfigError
 from rankzero.errors import UserError
+from rankzero.events import RunStarted
 from rankzero.experiment import Experiment, Goal, is_outdated
 from rankzero.launch.process_name import set_process_name
 from rankzero.launch.request import with_saved
@@ -31,6 +32,7 @@ from rankzero.permanent_errors import lacks_memory_or_space, refusal
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import checkpoint_files, lock_files
 from rankzero.run_store.folder import RunFolder, write_atomically
+from rankzero.run_store.journal import milestones
 from rankzero.run_store.location import may_be_foreign
 from rankzero.tracking import delivery_status, open_run
 from rankzero.training import rng
@@ -238,6 +240,8 @@ def _trace_and_log(folder: RunFolder, delivered: Connection) -> None:
     note = {"step": step, "files": manifest.files, "ended": ended and ended.time}
     if _is_logged(folder, note):
         return
+    with _put_off(ConfigError):
+        _refuse_edited(folder, step)
     with _put_off(OSError):  # model() may need a server
         model = _load_model(experiment, path)
     source, _ = experiment_file.split(folder.identity.experiment_file or "")
@@ -253,6 +257,18 @@ def _trace_and_log(folder: RunFolder, delivered: Connection) -> None:
             if refusal(error) is None and not isinstance(error, RunGone):
                 raise _NotNow(f"{type(error).__name__}: {error}") from error
             raise
+
+
+def _refuse_edited(folder: RunFolder, step: int) -> None:
+    """Raise ConfigError unless the imported code is the one that trained the step."""
+    trained: dict[str, str] = {}
+    for event in milestones(folder.events):
+        if isinstance(event, RunStarted) and event.step < step:
+            trained |= event.environment
+    now = experiment_file.code_tags(folder.identity.experiment_file or "")
+    if changed := [key for key, text in now.items() if trained.get(key, text) != text]:
+        names = ", ".join(key.removeprefix(experiment_file.CODE) for key in changed)
+        raise ConfigError(f"{names} was edited since it trained step {step}: put it back")
 
 
 class _NotNow(Exception):

@@ -14,8 +14,6 @@ import itertools
 import multiprocessing
 import platform
 import re
-import sys
-import sysconfig
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -182,7 +180,7 @@ def _described(asked: Question) -> ExperimentDescription:
     _check_processes(experiment.train, counts, asked.parallel, cores, asked.machines)
     model = model_of(experiment)
     # A model may import more. Data may, too, but often only where a prepared file is missing.
-    code = _digest_of_code(experiment_file.split(asked.reference)[0].parent)
+    parts = experiment_file.code(experiment_file.split(asked.reference)[0].parent).items()
     data, validation = experiment.data()
     check_driver()
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -208,7 +206,7 @@ def _described(asked: Question) -> ExperimentDescription:
         images=any(parameter.dim() == 4 for parameter in model.parameters()),
         batch_norm=any(isinstance(part, norms) for part in model.modules()),
         processor="" if torch.cuda.is_available() else [*processors, platform.machine()][0],
-        code=code,
+        code=hashlib.sha256(b"".join(repr(part).encode() for part in parts)).hexdigest()[:16],
     )
 
 
@@ -221,21 +219,6 @@ def _refuse_stale(experiment: Experiment) -> None:
     for key, values in ranges.items():
         for value in values if len(values) > 1 else ():
             config.refuse_stale(experiment, {key: value})
-
-
-def _digest_of_code(folder: Path) -> str:
-    # Python may lie below the folder, and imports its own modules when they are needed.
-    python = sysconfig.get_path("stdlib")
-    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-    own = (Path(file) for file in files if file.endswith(".py"))
-    names = sorted(one.relative_to(folder) for one in own if one.is_relative_to(folder))
-    digest = hashlib.sha256()
-    for name in names:
-        # A virtual environment may lie next to the file, too, and a module in an archive.
-        is_own = "site-packages" not in name.parts and not (folder / name).is_relative_to(python)
-        if is_own and (folder / name).is_file():
-            digest.update(repr((name.as_posix(), (folder / name).read_bytes())).encode())
-    return digest.hexdigest()[:16]
 
 
 def _check_processes(
