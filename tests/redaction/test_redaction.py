@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 import time
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rankzero import Choice, Experiment
 from rankzero.redaction.text import (
     NOTIFY,
+    blotted,
     command_without_secrets,
     line_without_secrets,
+    rendered_without_secrets,
     settings_without_secrets,
     text_without_secrets,
     url_without_secrets,
@@ -389,6 +393,23 @@ def test_settings_are_redacted_by_name_and_by_shape() -> None:
         "note": "[secret]",
         "train.max_tokens": "512",
     }
+
+
+class Vit(Experiment):
+    """As anyone's: `token` and `auth` are words of machine learning, too."""
+
+    token_mixer: Literal["conv", "attention"] | None = "conv"
+    token_pooling: str = "cls"
+    api_key: str = ""
+    search = {"token_pooling": Choice("cls", "mean")}
+
+
+def test_what_the_code_lists_as_a_choice_is_no_secret() -> None:
+    """Or a study's sweet spot lost the winner's value, and two runs seemed equal."""
+    one = Vit(token_mixer="attention", token_pooling="mean", api_key="abc")
+    kept = rendered_without_secrets(one)
+    assert (kept["token_mixer"], kept["token_pooling"]) == ("attention", "mean")
+    assert blotted(one) == {"api_key": "[secret]"}
 
 
 def test_a_line_is_redacted_before_it_is_cut() -> None:

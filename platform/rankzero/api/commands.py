@@ -277,11 +277,11 @@ def _words(verb: str, experiment: object) -> list[str]:
     # The command imports the file as it is now, which may have other defaults. A secret stays in
     # the file: anyone can read a command line.
     if is_outdated(type(experiment)):
-        defaults = {key: defaults[key] for key in blotted(defaults)}
+        defaults = {key: defaults[key] for key in blotted(type(experiment)())}
     settings = config.rendered(experiment)
     changed = {key: text for key, text in settings.items() if text != defaults.get(key)}
     # One that `__post_init__` computes may have its usual value nevertheless.
-    while (key := config.stale(type(experiment)(), changed)) and key not in blotted(settings):
+    while (key := config.stale(type(experiment)(), changed)) and key not in blotted(experiment):
         changed[key] = settings[key]
     assignments = (f"{key}={text}" for key, text in changed.items())
     return [verb, _reference_of(experiment), *assignments]

@@ -69,6 +69,13 @@ def coerce(value: Any, annotation: Any) -> Any:
         raise TypeError(unsupported_type(annotation)) from None
 
 
+def choices(annotation: Any) -> list[Any]:
+    """Return the values that a type lists as a Literal, also as a part of it."""
+    args = typing.get_args(annotation)
+    is_literal = typing.get_origin(annotation) is Literal
+    return [*args] if is_literal else [one for arg in args for one in choices(arg)]
+
+
 def is_setting_type(annotation: Any) -> bool:
     """Return whether a setting may have this type: one with a form as text."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)

@@ -230,7 +230,7 @@ def keep_for_helper(folder: RunFolder, experiment: Experiment, processes: int) -
 def write_config(folder: RunFolder, experiment: Experiment) -> None:
     """Write the settings twice: complete for this disk, and redacted for MLflow."""
     # A resume on this machine needs the secrets, so their file is private to its owner.
-    hidden = blotted(config.rendered(experiment))
+    hidden = blotted(experiment)
     write_atomically(folder.config, config.to_yaml(experiment), private=bool(hidden))
     folder.artifacts.mkdir(exist_ok=True)
     write_atomically(

@@ -11,6 +11,8 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
+from rankzero import config
+from rankzero.config.values import choices
 from rankzero.redaction.assignments import BLOT, WORD, is_harmless, is_secret_name, without_assigned
 
 NOTIFY = "RANKZERO_NOTIFY"
@@ -87,10 +89,23 @@ def settings_without_secrets(settings: Mapping[str, str]) -> dict[str, str]:
     return {key: _setting_without_secret(key, value) for key, value in settings.items()}
 
 
-def blotted(settings: Mapping[str, str]) -> dict[str, str]:
-    """Return only the settings that `settings_without_secrets` changes, redacted."""
-    redacted = settings_without_secrets(settings)
-    return {key: value for key, value in redacted.items() if value != settings[key]}
+def rendered_without_secrets(experiment: object) -> dict[str, str]:
+    """Return the texts of an experiment's settings. What its code lists as a choice is no secret.
+
+    This covers each `Literal`, and each setting that `search` varies.
+    """
+    texts, search = config.rendered(experiment), getattr(type(experiment), "search", {})
+    return settings_without_secrets(texts) | {
+        leaf.key: texts[leaf.key]
+        for leaf in config.leaves(experiment)
+        if leaf.key in search or leaf.value in choices(leaf.annotation)
+    }
+
+
+def blotted(experiment: object) -> dict[str, str]:
+    """Return only the settings that `rendered_without_secrets` changes, redacted."""
+    texts, redacted = config.rendered(experiment), rendered_without_secrets(experiment)
+    return {key: value for key, value in redacted.items() if value != texts[key]}
 
 
 def url_without_secrets(text: str) -> str:

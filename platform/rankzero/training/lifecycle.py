@@ -7,12 +7,12 @@ import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from rankzero import config, experiment_file
+from rankzero import experiment_file
 from rankzero.events import DataDescribed, RunEnded, RunStarted, Status
 from rankzero.experiment import Experiment
 from rankzero.launch import failures
 from rankzero.launch.request import OUT_OF_MEMORY, write_config
-from rankzero.redaction.text import settings_without_secrets
+from rankzero.redaction.text import rendered_without_secrets
 from rankzero.tracking.run_log import RunLog
 from rankzero.training.distributed import device
 from rankzero.training.distributed.torch_compat import is_lost_connection
@@ -81,7 +81,7 @@ def tracked(
 ) -> Iterator[RunLifecycle]:
     """Emit RunEnded and close `log`, however the block ends: also by Ctrl-C or SystemExit."""
     params = {
-        **settings_without_secrets(config.rendered(experiment)),
+        **rendered_without_secrets(experiment),
         "world_size": str(world.size),
         "device": world.device.type,
     }

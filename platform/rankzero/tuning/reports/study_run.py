@@ -19,7 +19,7 @@ from rankzero.events import RunEnded, RunStarted, Status, StepsLogged, TagsSet
 from rankzero.experiment import Experiment
 from rankzero.mlflow_store import limits
 from rankzero.ranks import Ranks
-from rankzero.redaction.text import blotted, settings_without_secrets
+from rankzero.redaction.text import blotted, rendered_without_secrets
 from rankzero.reporting import markdown
 from rankzero.run_store import provenance, run_locks
 from rankzero.run_store.folder import Identity, write_atomically
@@ -78,7 +78,7 @@ class StudyRun:
         recorded = provenance.record(log.folder.artifacts, argv, identity.experiment_file)
         run = cls(log, recorded | provenance.tags_of_user(tags))
         tags = {**recorded, **tags, "rankzero.study": log.folder.path.name}
-        params = settings_without_secrets(config.rendered(reference))
+        params = rendered_without_secrets(reference)
         log(RunStarted(time.time(), {**params, **(options or {})}, tags, log.attempt))
         try:
             yield run
@@ -173,7 +173,7 @@ class StudyRun:
         # An earlier session may have found one, with other challengers.
         (self.folder.artifacts / "sweet_spot.yaml").unlink(missing_ok=True)
         if command:
-            settings = config.to_yaml(experiment, instead=blotted(config.rendered(experiment)))
+            settings = config.to_yaml(experiment, instead=blotted(experiment))
             self.write("sweet_spot.yaml", f"# {verdict}\n# Use it: {command}\n{settings}")
 
     def write_probe(self, measured: Sequence[ProbeResult], effects: Sequence[Effect]) -> None:
