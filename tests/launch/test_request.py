@@ -16,6 +16,7 @@ from rankzero.launch.request import make_folder as folder_for
 from rankzero.launch.request import refuse_new, request_for, takes_more
 from rankzero.run_store import run_locks
 from rankzero.run_store.attempt import sole_launcher
+from rankzero.run_store.folder import RunFolder
 from support.runs import append, ended, make_folder, started
 
 
@@ -48,6 +49,15 @@ def test_machines_that_share_a_folder_may_delete_old_failures_at_the_same_time(
             made = [machines.submit(request_for, folder, Experiment(), {}) for _ in range(4)]
         assert all(one.result().runs == str(tmp_path / "runs") for one in made)
     assert not list(folder.failures.iterdir())
+
+
+def test_a_rank_finds_the_store_after_the_users_file_has_changed_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_folder(tmp_path).path
+    monkeypatch.chdir(tmp_path)
+    request = request_for(RunFolder(path.relative_to(tmp_path)), Experiment(), {})
+    assert (request.runs, request.failures) == (str(path.parent), str(path / "failures"))
 
 
 def test_a_run_takes_one_more_machine_while_others_train_and_meet(tmp_path: Path) -> None:

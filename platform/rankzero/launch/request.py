@@ -65,10 +65,11 @@ def request_for(
     return JobRequest(
         experiment_file=folder.identity.experiment_file or "",
         config=config.to_yaml(experiment),
-        runs=str(folder.path.parent),
+        # The user's file may call os.chdir before the rank reads them.
+        runs=str(folder.path.parent.absolute()),
         identity=folder.identity,
         environment=environment,
-        failures=str(folder.failures),
+        failures=str(folder.failures.absolute()),
         resumes=resumes,
         offline=offline,
         is_trial=is_trial,
