@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import multiprocessing
+import os
 import re
 import signal
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from rankzero.errors import UserError
 from rankzero.launch import failures
 from rankzero.launch.failures import FailureKind
 from rankzero.launch.request import JobRequest
@@ -75,6 +77,28 @@ def test_a_driver_that_does_not_answer_ends_the_rank(
     failure = failures.first(tmp_path)
     assert failure is not None and failure.kind == FailureKind.HANG
     assert re.match(r"rank 0 hung for 0 s in set-up \(.*, in sleeps\)", failure.reason)
+
+
+def shows_variables(_ranks: Ranks) -> torch.device:
+    raise UserError(f"{os.environ.get('NCCL_P2P_DISABLE')} {os.environ.get('OMP_NUM_THREADS')}")
+
+
+@pytest.mark.parametrize(("is_trial", "seen"), [(False, "2 1"), (True, "1 1")])
+def test_a_rank_joins_with_the_variables_that_the_file_has_set_in_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_trial: bool, seen: str
+) -> None:
+    """It imports the file afterwards, and the run's tags say that they are in force."""
+    names = ("NCCL_P2P_DISABLE", "OMP_NUM_THREADS")
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(device, "choose", shows_variables)
+    asked = request({f"rankzero.env.{name}": "2" for name in names})
+    asked = dataclasses.replace(asked, config="{}", failures=str(tmp_path), is_trial=is_trial)
+    rank = multiprocessing.get_context("fork").Process(target=worker.main, args=(asked,))
+    rank.start()
+    rank.join(60)
+    failure = failures.first(tmp_path)
+    assert failure is not None and failure.reason.startswith(seen), failure
 
 
 def test_a_stream_without_a_length_gives_notice_that_it_has_one_epoch() -> None:

@@ -51,6 +51,7 @@ _PACKAGES = ("torch", "torchvision", "mlflow", "optuna", "numpy", "nvidia-ml-py"
 _VARIABLES = {
     "CUDA_VISIBLE_DEVICES",
     "CUDA_DEVICE_ORDER",
+    "CUDA_LAUNCH_BLOCKING",
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
     "PYTHONHASHSEED",
@@ -63,6 +64,7 @@ _VARIABLES = {
     "SLURM_NTASKS",
 }
 _VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_")
+_EARLY = ("NCCL_", "GLOO_", "TORCH_NCCL_", "PYTORCH_", "CUDA_DEVICE_", "CUDA_LAUNCH_")
 
 
 # A resume from MLflow reads the first one. More tags would bury a user's.
@@ -161,6 +163,12 @@ def environment(found: Provenance) -> dict[str, str]:
         **{f"rankzero.env.{name}": value for name, value in found.variables.items()},
     }
     return {name: value for name, value in tags.items() if value}
+
+
+def early_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the recorded variables that a rank needs before it imports the user's file."""
+    known = {key.removeprefix("rankzero.env."): text for key, text in environment.items()}
+    return {name: text for name, text in known.items() if name.startswith(_EARLY)}
 
 
 def tags_of_user(environment: Mapping[str, str]) -> dict[str, str]:

@@ -23,6 +23,7 @@ from rankzero.launch.request import OUT_OF_MEMORY, JobRequest, keep_for_helper
 from rankzero.launch.signals import unblocks_itself
 from rankzero.ranks import Ranks
 from rankzero.run_store.folder import Identity, RunFolder
+from rankzero.run_store.provenance import early_variables
 from rankzero.scalars import shown
 from rankzero.tracking.run_log import RunLog
 from rankzero.training import final_test, improvement, lifecycle
@@ -58,6 +59,8 @@ def main(request: JobRequest) -> str:
     """Train. Return the status of the attempt on this rank. The entry point of every worker."""
     ranks = launcher.detect()
     failures.forget(Path(request.failures), ranks.rank)
+    if not request.is_trial:  # whose command has not imported the file
+        os.environ.update(early_variables(request.environment))
     stop = StopRequest()
     try:
         trial = RunFolder(Path(request.runs) / request.identity.name) if request.is_trial else None
