@@ -1050,6 +1050,24 @@ def test_checkpoint_reaches_the_journal_without_another_call() -> None:
         wait_until(lambda: of_kind(run.folder, CheckpointSaved))
 
 
+class OnDevice:
+    """A value that stands for one on a GPU, which only the loop's own thread may read."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.asarray(0.5)
+
+    def __float__(self) -> float:
+        return 0.5
+
+
+def test_checkpoint_is_logged_while_values_wait_on_a_gpu() -> None:
+    with unrecorded() as run:
+        run.checkpoint({"x": torch.zeros(1)}, step=1)
+        run.log({"loss": OnDevice()}, step=2)
+        wait_until(lambda: of_kind(run.folder, CheckpointSaved))
+    assert rows(journal(run)) == [(2, {"loss": 0.5})] and not of_kind(run.folder, Noticed)
+
+
 def test_threads_that_log_at_once_lose_nothing() -> None:
     with unrecorded(flush_rows=3) as run:
 

@@ -193,7 +193,7 @@ class Attempt:
         # All rows are read together: each read of a GPU waits until the GPU has caught up.
         floats = iter(self._floats([item for _, _, row in rows for item in row.items()]))
         read = [(step, moment, {name: next(floats) for name in row}) for step, moment, row in rows]
-        if any(one is rows[0] for one in self._rows[:1]):  # no handler has flushed them
+        if any(one is row for one in self._rows[:1] for row in rows[:1]):  # no handler flushed them
             self._read += read
             del self._rows[: len(rows)]
         _consume(self._read, self.history.take)
