@@ -15,7 +15,6 @@ from rankzero.redaction.text import line_without_secrets
 from rankzero.run_store import checkpoint_files, names
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.location import make_root, may_be_foreign
-from rankzero.tracking.open_run import connect
 
 if TYPE_CHECKING:
     from rankzero.mlflow_store.client import MlflowRuns, RunRecord
@@ -27,7 +26,10 @@ def run_folder(runs: Path, tracking_uri: str, name_or_id: str) -> RunFolder:
 
     Raises TrackingError, UserError.
     """
-    tracker = connect(tracking_uri)
+    # All of mlflow, unlike `open_run.connect`: the command then loads the user's file.
+    from rankzero.mlflow_store.client import MlflowRuns
+
+    tracker = MlflowRuns(tracking_uri)
     found = tracker.find_run(name_or_id)
     if "rankzero.uuid" not in found.tags:
         raise UserError(f"{name_or_id} was not made by rankzero: it cannot be resumed")
@@ -81,7 +83,9 @@ def newest_checkpoint(
     the same step. Only steps after `after` count. Raises if MLflow cannot be reached, because an
     older one would cost steps.
     """
-    tracker = connect(folder.identity.tracking_uri)
+    from rankzero.mlflow_store.client import MlflowRuns
+
+    tracker = MlflowRuns(folder.identity.tracking_uri)
     if run is None:
         run_id = mlflow_id(folder)
         if run_id is None:

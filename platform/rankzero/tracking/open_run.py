@@ -48,7 +48,7 @@ class OtherAttempt(NamedTuple):
 
 
 def connect(tracking_uri: str) -> MlflowRuns:
-    """Return the tracking store. For processes that use mlflow for nothing else.
+    """Return the tracking store. For processes that load no code of the user's.
 
     The first one of a process takes two fifths of the processor time that it would else take. On a
     busy machine, a second of that takes ten and more.

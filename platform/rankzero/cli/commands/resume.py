@@ -163,9 +163,10 @@ def _of_server(arguments: argparse.Namespace) -> RunFolder | None:
     if arguments.offline or uri == uris.default_tracking_uri(arguments.dir):
         return None
     from rankzero.housekeeping import download
+    from rankzero.mlflow_store.client import MlflowRuns
 
     try:
-        run = open_run.connect(uri).find_run(arguments.run_name, options.experiment_name(arguments))
+        run = MlflowRuns(uri).find_run(arguments.run_name, options.experiment_name(arguments))
     except uris.NoSuchRun:
         return None
     place = url_without_secrets(uri)
