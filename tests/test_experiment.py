@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import math
 import sys
@@ -203,8 +204,13 @@ def test_an_own_method_with_the_name_of_a_new_one_is_refused() -> None:
     assert Fitting().tokens([1, 2]) == 2
 
 
+class Way(enum.Enum):
+    UP = "up"
+
+
 @pytest.mark.parametrize(
-    "annotation", [Path, list[int], Any, Ema | None, tuple[Path, ...], dict[str, int], bytes]
+    "annotation",
+    [Path, list[int], Any, Ema | None, tuple[Path, ...], dict[str, int], bytes, Literal[Way.UP]],
 )
 def test_type_without_a_text_form_is_refused(annotation: Any) -> None:
     with pytest.raises(TypeError, match=r"Broken\.it: a setting cannot have the type .*; use int,"):

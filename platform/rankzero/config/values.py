@@ -83,14 +83,16 @@ def is_setting_type(annotation: Any) -> bool:
         return all(is_setting_type(arg) for arg in args)
     if origin is tuple:
         return all(is_setting_type(arg) for arg in args if arg is not Ellipsis)
-    return origin is Literal or annotation in _COERCE_SCALAR
+    # YAML cannot hold a member of an enum.
+    is_plain = origin is Literal and all(type(arg) in _COERCE_SCALAR for arg in args)
+    return is_plain or annotation in _COERCE_SCALAR
 
 
 def unsupported_type(annotation: Any) -> str:
     """Return the error that no setting can have this type, and which types it can have."""
     return (
         f"a setting cannot have the type {describe_type(annotation)}; use int, float, bool, str, "
-        "a Literal, a tuple of these, any of these | None, or a frozen dataclass of settings"
+        "a Literal or a tuple of these, any of these | None, or a frozen dataclass of settings"
     )
 
 

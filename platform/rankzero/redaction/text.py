@@ -90,9 +90,9 @@ def settings_without_secrets(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def rendered_without_secrets(experiment: object) -> dict[str, str]:
-    """Return the texts of an experiment's settings. What its code lists as a choice is no secret.
+    """Return the texts of an experiment's settings, with secrets redacted.
 
-    This covers each `Literal`, and each setting that `search` varies.
+    A value that a `Literal` lists is no secret, nor is that of a setting that `search` varies.
     """
     texts, search = config.rendered(experiment), getattr(type(experiment), "search", {})
     return settings_without_secrets(texts) | {

@@ -99,6 +99,7 @@ def test_output_without_ends_of_lines_hides_nothing_after_it(
     output = capsys.readouterr().out
     assert "\nfirst\n" in output and output.count("a line") == 30_000
     assert "killed here\n" in output
+    assert logs._show(folder, 0) and f"{bars}\nfirst\n" in capsys.readouterr().out
 
 
 def test_one_of_several_machines_shows_the_run(

@@ -61,7 +61,7 @@ def _show(folder: RunFolder, rank: int, prefix: str = "") -> bool:
     """Print a rank's output by attempt, standard error last. Return whether there was any."""
     printed = False
     for path in log_files(folder.path / "logs", rank):
-        with path.open(encoding="utf-8", errors="replace") as file:
+        with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
             # Line by line: a rank may have printed gigabytes.
             for line in file:
                 print(prefix + line.rstrip("\n"))
