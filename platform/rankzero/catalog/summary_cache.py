@@ -24,6 +24,7 @@ from rankzero.run_store.folder import EVENTS, RunFolder
 from rankzero.run_store.names import InvalidRunFolder
 
 HEADS, DETAILS = ".summary-heads.jsonl", ".summary-details.jsonl"
+_OF_EARLIER_VERSIONS = ".summaries.jsonl"
 # File systems count time in ticks. Two changes further apart than this have different times.
 _SETTLED_NANOSECONDS = 2_000_000_000
 
@@ -59,6 +60,7 @@ class SummaryCache:
         """Add what is new to the files. Delete them if most of their lines are outdated."""
         # A read-only or full disk costs the next list some time.
         with contextlib.suppress(OSError):
+            (self._runs / _OF_EARLIER_VERSIONS).unlink(missing_ok=True)
             if self._count > runs + spare_lines:
                 self._load_details()  # This list may still need them.
                 self._delete()
