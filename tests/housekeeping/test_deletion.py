@@ -789,7 +789,7 @@ def test_name_that_a_server_has_is_known_to_every_verb(
     old = finished(root, "old").path
     shutil.rmtree(old)  # the embedded store still has it
     assert f"looking in {uris.default_tracking_uri(root)}" in here("resume", "old")[1]
-    shutil.rmtree(old)
+    assert not old.exists()
     code, output = here("delete", "Ada's best", "--yes")
     assert code == 0 and names(root) == set(), output
     assert here("delete", "--restore", "Ada's best")[0] == 0 and names(root) == {"here"}
