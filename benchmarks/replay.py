@@ -64,6 +64,7 @@ class ReplayLauncher:
 
     def __init__(self, table: Table, space: Space, number: int) -> None:
         self.table, self.space, self.number, self.seconds = table, space, number, 0.0
+        self.host: object = None
 
     def start(
         self, experiment: Experiment, name: str, processes: int | None = None
