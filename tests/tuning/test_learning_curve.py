@@ -148,6 +148,12 @@ def test_a_loss_is_better_if_lower() -> None:
     assert folded(epochs(float("inf")), goal).gap(0.4) == 1.0
 
 
+@pytest.mark.parametrize("target", [-150.0, 0.0, 0.9])
+def test_no_value_is_further_off_than_one_below_0(target: float) -> None:
+    gaps = [folded(epochs(best), ACCURACY).gap(target) for best in (-200.0, -1500.0, float("nan"))]
+    assert 0 < gaps[0] < gaps[1] < gaps[2] == 1.0
+
+
 def test_nan_never_reaches_anything() -> None:
     curve = folded(epochs(float("nan"), float("nan")), ACCURACY)
     assert curve.best is None and curve.seconds_to(0.1) is None and curve.gap(0.5) == 1.0

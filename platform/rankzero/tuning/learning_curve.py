@@ -188,5 +188,5 @@ class LearningCurve:
         if missing == math.inf:  # as of a perplexity that overflowed
             return 1.0
         size = max(abs(target), 1e-12)
-        # A loss may miss by many times its target. No value at all, 1, is further off than any.
-        return missing / (size + max(0.0, missing) if self.goal.mode == "min" else size)
+        # A value may miss by many times its target. No value at all, 1, is further off than any.
+        return missing / (size + max(0.0, missing))

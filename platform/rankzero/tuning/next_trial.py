@@ -193,7 +193,7 @@ def leading(trials: Trials) -> Trial | None:
         return best
     # The value of a miss is mostly its time, and a short training is not near for that.
     misses = (one for one in trials.misses() if one.counts)
-    # Without a value, such as NaN throughout, it has a gap of 1, and others may have more.
+    # Without a value, such as NaN throughout, it has a gap of 1. In old studies others have more.
     return min(misses, key=lambda one: ("best" not in one.facts, one.constraints[QUALITY]))
 
 
