@@ -80,6 +80,16 @@ def test_a_trial_is_trained_on_while_its_mean_may_lead(
     assert confirm.factor_to_lead(first, mean, seeds, best) == pytest.approx(factor)
 
 
+@pytest.mark.parametrize(
+    ("objective", "value", "text"),
+    [("quality", 200.0, "-200"), ("quality", None, "missed"), ("throughput", -90.0, "90")],
+)
+def test_a_confirmed_metric_keeps_its_sign(objective: str, value: float | None, text: str) -> None:
+    run = {"trial": 1, "seed": 1000, "value": value, "quality": -200.0}
+    facts = {"confirmations": [run], "space": {"settings": {"--objective": objective}}}
+    assert confirm.rows(facts) == [["1", text]]
+
+
 def test_confirmations_of_a_newer_version_are_read() -> None:
     fields = {"trial": 3, "seed": 1000, "value": 2.0, "quality": 0.97, "samples_per_second": 90.0}
     newer = by_trial([{**fields, "memory_bytes": None, "unheard_of": 1}])

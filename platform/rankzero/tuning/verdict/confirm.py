@@ -11,6 +11,7 @@ from typing import Any
 from rankzero.config import flatten
 from rankzero.experiment import Train
 from rankzero.scalars import shown
+from rankzero.tuning.agreement import SPACE
 from rankzero.tuning.next_trial import reference_trial
 from rankzero.tuning.objective import MEMORY, Objective
 from rankzero.tuning.space import BATCH_INDEX, DEVICES, FACTOR, PRECISION, SPEED, Space
@@ -119,10 +120,15 @@ def by_trial(stored: Stored) -> dict[int, list[ConfirmationRun]]:
 
 def rows(facts: Mapping[str, Any]) -> list[list[str]]:
     """Return each trial that a study confirmed, and its values on new seeds, as texts."""
+    # An older version stored no settings.
+    began_with = facts.get(SPACE, {}).get("settings", {})
+    is_quality = began_with.get("--objective") == "quality"
 
     def text(run: ConfirmationRun) -> str:
-        missed = "diverged" if run.diverged else "missed"
-        return missed if run.value is None else shown(abs(run.value))
+        if run.value is None or run.quality is None:
+            return "diverged" if run.diverged else "missed"
+        # Speeds are negated, and qualities if they are to be high.
+        return shown(run.quality if is_quality else abs(run.value))
 
     found = by_trial(sound(facts))
     return [[str(number), ", ".join(map(text, runs))] for number, runs in found.items()]
