@@ -94,8 +94,9 @@ def test_the_micro_batch_that_the_probe_chose_may_be_the_whole_batch_of_all_rank
 def test_settings_as_people_say_them() -> None:
     found = {BATCH: 512, PRECISION: "bf16", "lr": 0.006, "train.workers": 2, "train.compile": True}
     assert settings_text(found) == "batch 512, bf16, lr 0.006, workers 2, compile"
-    found = {"train.compile": False, "train.ddp.bucket_mb": 50.0, "width": 16, "deep": True}
-    assert settings_text(found) == "no compile, ddp.bucket_mb 50, width 16, deep True"
+    found = {"train.compile": False, "train.ddp.bucket_mb": 50.0, "width": 16, "beta2": 0.999}
+    assert settings_text(found) == "no compile, ddp.bucket_mb 50, width 16, beta2 0.999"
+    assert settings_text({"deep": True}) == "deep True"
 
 
 def test_a_larger_batch_takes_fewer_steps() -> None:

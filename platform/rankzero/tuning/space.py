@@ -350,7 +350,7 @@ def settings_text(settings: Mapping[str, Any]) -> str:
         if isinstance(value, bool) and key.startswith("train."):
             texts.append(name if value else f"no {name}")
             continue
-        text = f"{value:.2g}" if isinstance(value, float) else str(value)
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
         texts.append(f"{name} {text}".strip())
     return ", ".join(texts)
 

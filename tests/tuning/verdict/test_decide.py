@@ -63,6 +63,12 @@ def test_the_sentence_of_the_least_energy() -> None:
     assert "; 0.29x the energy (0.27 to 0.32). " in text and "pays" not in text
 
 
+def test_the_sentence_of_a_gain_of_hundreds() -> None:
+    reference, winner = candidate(0, 1500.0, 1500.0, 1501.0), candidate(3, 10.0, 10.0, 10.01)
+    text = sentence(decide("time-to-target", reference, [winner]), GOAL, 0.97, 360.0)
+    assert "; 150x as fast (150 to 150). " in text
+
+
 def test_the_sentence_names_edges_and_rounds_that_were_trained_again() -> None:
     found = decide("time-to-target", candidate(0, 40.0, 41.0), [candidate(3, 12.0, 12.5)])
     text = sentence(found, GOAL, 0.97, 360.0, edges=["lr"], disturbed=2)

@@ -126,9 +126,11 @@ def _gains(verdict: Verdict) -> str:
         return ""
     if verdict.objective == "energy":
         gain, low, high = 1 / gain, high and 1 / high, low and 1 / low
+    text = f"; {shown(gain, 2)}x {what.get(verdict.objective, 'as fast')}"
     # With one run each, nothing is known of the noise.
-    interval = f" ({low:.2g} to {high:.2g})" if low and high and math.isfinite(high) else ""
-    return f"; {gain:.2g}x {what.get(verdict.objective, 'as fast')}{interval}"
+    if low and high and math.isfinite(high):
+        text += f" ({shown(low, 2)} to {shown(high, 2)})"
+    return text
 
 
 def _performance(name: Name, candidate: Candidate, goal: Goal, target: float | None) -> str:
