@@ -405,7 +405,7 @@ def _report(
     study.note("sentence", text)
     study.note(WINNER, verdict.winner.trial)
     result = f"**{text}**\n\nObjective: {verdict.objective}{unit}.\n\n"
-    details = f"{trials_markdown(trials)}\n\n{''.join(tables)}"
+    details = f"{trials_markdown(trials)}{''.join(tables)}"
     use = f"Use it: `{setup.use}`\n" if setup.use else ""
     run.write_description(f"{result}{details}{use}")
     with run.drawing():

@@ -350,7 +350,8 @@ def settings_text(settings: Mapping[str, Any]) -> str:
         if isinstance(value, bool) and key.startswith("train."):
             texts.append(name if value else f"no {name}")
             continue
-        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+        # A line break would end the comment that the text stands in.
+        text = f"{value:.4g}" if isinstance(value, float) else " ".join(str(value).split())
         texts.append(f"{name} {text}".strip())
     return ", ".join(texts)
 

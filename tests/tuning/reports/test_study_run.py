@@ -17,6 +17,7 @@ from rankzero.events import Event, RunEnded, StepsLogged
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.tuning.reports.study_run import StudyRun, own_settings, texts_of, trials_markdown
+from rankzero.tuning.space import settings_text
 from rankzero.tuning.trial import State, Trial, Trials
 
 
@@ -108,10 +109,16 @@ def test_tables_of_trials_have_the_searched_settings_and_the_seeds(tmp_path: Pat
 
 def test_a_trial_that_missed_the_target_says_so_below_the_others() -> None:
     missed = dataclasses.replace(trial(0), value=0.5, constraints={"quality": 0.1})
-    first, second = trials_markdown([missed, trial(1)]).splitlines()[2:]
+    first, second = trials_markdown([missed, trial(1)]).splitlines()[2:4]
     assert "COMPLETE" in first and "missed" in second and "COMPLETE" not in second
     # Its value is not a time that anybody measured.
     assert texts_of(missed)[2] == "" and texts_of(trial(1))[2] == "1"
+
+
+def test_a_setting_with_a_line_break_breaks_no_table_and_no_file() -> None:
+    found = Trial(0, "COMPLETE", {"prompt": "Q|\nA"}, 1.0, {}, {})
+    assert trials_markdown([found]).splitlines()[2].endswith(" Q\\| A |")
+    assert settings_text(found.parameters) == "prompt Q| A"
 
 
 def test_a_setting_with_the_name_of_a_column_has_another_head() -> None:

@@ -220,12 +220,13 @@ def trials_markdown(trials: Sequence[Trial]) -> str:
     ranked = sorted(
         trials, key=lambda one: (one.value is None, not one.feasible, one.rank, one.number)
     )
-    return markdown.table([*head, *own.values()], [texts_of(one, own) for one in ranked])
+    return texts_markdown([*head, *own.values()], [texts_of(one, own) for one in ranked])
 
 
 def texts_markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return rows of texts as a Markdown table, or nothing without rows."""
-    return f"{markdown.table(columns, rows)}\n\n" if rows else ""
+    cells = [[*map(markdown.inline, row)] for row in rows]
+    return f"{markdown.table(columns, cells)}\n\n" if rows else ""
 
 
 def _in_utf8(text: str) -> str:
