@@ -42,6 +42,14 @@ def tf_config(kind: str, index: int) -> str:
         ),
         ("SLURM_PROCID=2 SLURM_NTASKS=4 SLURM_STEP_ID=0 RANK=0 WORLD_SIZE=1", Ranks()),
         ("SLURM_PROCID=0 SLURM_NTASKS=4", Ranks()),
+        (
+            "RAY_RAYLET_PID=7 SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2 PMI_RANK=1 PMI_SIZE=2",
+            Ranks(),
+        ),
+        (
+            "RAY_RAYLET_PID=7 SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2 RANK=2 WORLD_SIZE=3",
+            Ranks(2, 3),
+        ),
         ("RANK=x WORLD_SIZE=2", Ranks()),
         ("RANK=-1 WORLD_SIZE=-1", Ranks()),
         ("RANK=2 WORLD_SIZE=2", Ranks()),

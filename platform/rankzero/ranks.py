@@ -46,7 +46,11 @@ def shards(strategy: str, processes: int) -> int:
 
 def detect(environ: Mapping[str, str] = os.environ) -> Ranks:
     """Return this process's ranks. Without a known launcher, it is a single process."""
-    for launcher in (_torchrun, _horovod, _open_mpi, _tensorflow, _slurm, _mpich):
+    launchers = [_torchrun, _horovod, _open_mpi, _tensorflow, _slurm, _mpich]
+    # Ray's daemon may be a task of srun or mpirun, and its workers inherit that task's variables.
+    if "RAY_RAYLET_PID" in environ:
+        launchers = [_torchrun, _horovod, _tensorflow]
+    for launcher in launchers:
         try:
             found = launcher(environ)
         except (KeyError, ValueError, TypeError, AttributeError, IndexError):
