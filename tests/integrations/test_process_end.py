@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -307,6 +308,17 @@ def test_finish_while_an_exception_is_handled_is_noted_once(
     out = capsys.readouterr().out
     assert "finish() was called while ValueError was handled: r1 is FINISHED; use `with`" in out
     assert out.count("was handled") == 1
+
+
+def test_generator_that_its_reader_leaves_early_ends_its_run_well() -> None:
+    def losses() -> Iterator[float]:
+        with run:
+            yield from (1.0, 0.5)
+
+    run = rankzero.track("mine", offline=True)
+    for _ in losses():
+        break
+    assert [one.status for one in of_kind(run.folder, RunEnded)] == ["FINISHED"]
 
 
 def test_second_run_notes_once_that_the_first_is_open(tmp_path: Path) -> None:

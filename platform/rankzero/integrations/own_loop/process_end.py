@@ -116,7 +116,9 @@ def in_main_thread() -> bool:
 
 def status_of(error: BaseException | None) -> tuple[Status, str]:
     """Return the status and the reason of a run that ends with this error."""
-    if error is None or (isinstance(error, SystemExit) and not error.code):
+    # A generator that its reader leaves early ends by GeneratorExit, whatever the reader raised.
+    is_exit = isinstance(error, SystemExit) and not error.code
+    if error is None or is_exit or isinstance(error, GeneratorExit):
         return "FINISHED", "finished"
     if isinstance(error, KeyboardInterrupt):
         return "KILLED", f"stopped by {error if isinstance(error, Stopped) else 'Ctrl-C'}"

@@ -218,9 +218,7 @@ class TrackedRun:
 
     def _note_handled(self, error: BaseException | None) -> None:
         # In a `finally`, nobody knows yet whether the exception will end the process. One that was
-        # handled when the attempt began is not of the run. A generator's is how a loop leaves it.
-        if isinstance(error, GeneratorExit):
-            return
+        # handled when the attempt began is not of the run.
         if process_end.status_of(error)[0] != "FINISHED" and id(error) != self._handled:
             text = f"finish() was called while {type(error).__name__} was handled: {self.name} is "
             self.tell("handled", text + "FINISHED; use `with`, or finish(error)")
