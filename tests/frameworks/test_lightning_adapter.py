@@ -8,7 +8,15 @@ import pytest
 
 from frameworks.examples import SECONDS, needs, run
 from frameworks.lightning_script import fitted, points
-from rankzero.events import ArtifactLogged, Evaluated, Noticed, RunEnded, RunStarted, StepsLogged
+from rankzero.events import (
+    ArtifactLogged,
+    CheckpointSaved,
+    Evaluated,
+    Noticed,
+    RunEnded,
+    RunStarted,
+    StepsLogged,
+)
 from rankzero.run_store.journal import read_all
 
 pytestmark = pytest.mark.timeout(2 * SECONDS)
@@ -304,6 +312,24 @@ def test_learning_rate_has_the_number_of_the_step_that_it_is_used_in(
     )
     rates = points(events)["lr-SGD"]
     assert rates == {step: 0.5 ** (step - 1) for step in range(1, 12 // accumulated + 1)}
+
+
+def test_checkpoints_are_kept_under_rays_strategy_and_missed_aloud_under_others(
+    tmp_path: Path,
+) -> None:
+    events = fitted(
+        tmp_path,
+        "from lightning.pytorch.strategies import DDPStrategy",
+        "class RayDDPStrategy(DDPStrategy): pass",
+        "class Divided(DDPStrategy): pass",
+        "logger = RankZeroLogger('steps', name='r1', offline=True)",
+        "for kind in (RayDDPStrategy, Divided):",
+        "    strategy = kind(process_group_backend='gloo')",
+        "    fit(Model, 1, logger=logger, devices=1, strategy=strategy)",
+    )
+    assert sum(isinstance(one, CheckpointSaved) for one in events) == 1
+    (note,) = (one.text for one in events if isinstance(one, Noticed))
+    assert note.startswith("Divided may divide the model: the run keeps no checkpoints; use")
 
 
 def test_nothing_of_an_epoch_counts_in_the_next_one(tmp_path: Path) -> None:

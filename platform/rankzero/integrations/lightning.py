@@ -36,7 +36,11 @@ except ImportError as error:
 
 # Rank 0 has the whole model only under these strategies. Elsewhere it could not write a checkpoint
 # alone.
-_REPLICATED = ("SingleDeviceStrategy", "DDPStrategy")
+_REPLICATED = ("SingleDeviceStrategy", "DDPStrategy", "RayDDPStrategy")
+_DIVIDED = (
+    " may divide the model: the run keeps no checkpoints; use RankZeroLogger(log_checkpoints=True) "
+    "and a ModelCheckpoint"
+)
 # Lightning 2.6.
 _AVERAGING = getattr(callbacks, "WeightAveraging", ())
 _LOSS = "train/loss"
@@ -318,8 +322,10 @@ class RankZeroCallback(Callback):
                 if isinstance(one, _AVERAGING):
                     one.on_save_checkpoint(trainer, pl_module, saved)
             self._run.checkpoint({"model": saved["state_dict"]}, self._step(trainer), metrics)
-        else:
-            self._run.evaluated(metrics, self._step(trainer))
+            return
+        if saves and not self._logger._log_checkpoints:
+            self._run.begin().tell("divided", type(trainer.strategy).__name__ + _DIVIDED)
+        self._run.evaluated(metrics, self._step(trainer))
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
