@@ -79,7 +79,8 @@ class RankZeroLogger(Logger):
 
     @property
     def name(self) -> str:
-        return self._experiment
+        # Lightning joins it to the folder of checkpoints, which "/Users/me" and ".." would leave.
+        return self._experiment.lstrip("/.")
 
     @property
     @rank_zero_experiment
