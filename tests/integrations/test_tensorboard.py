@@ -54,7 +54,8 @@ def test_calls_of_scripts_reach_mlflow() -> None:
         assert Path(writer.get_logdir()).samefile("runs/lr0.01")
     folder, store = folder_of(writer), MemoryStore()
     delivered(folder, store)
-    assert folder.identity.experiment == "lr0.01-b8" and store.status == "FINISHED"
+    assert folder.identity.experiment == "lr0.01" and store.status == "FINISHED"
+    assert store.tags["comment"] == "-b8"
     assert store.curve("loss") == {0: 1.0, 1: 0.5, 2: pytest.approx(1 / 3), 3: 0.25}
     assert store.curve("accuracy/val") == {3: 0.25} and store.params["lr"] == "0.1"
     keys = {key for key, step, _ in store.pictures if step == 3}

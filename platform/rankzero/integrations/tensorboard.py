@@ -27,8 +27,9 @@ _MOST_IMAGES = 16
 class SummaryWriter:
     """Sends what a script writes for TensorBoard to a run. Safe on every rank.
 
-    `log_dir`: its last part is the MLflow experiment. `run`: an open run, which `close` does not
-    end. `options`: those of `rankzero.track` for a new run. Times of the caller are ignored.
+    `log_dir`: its last part is the MLflow experiment. `comment`: a tag of a new run. `run`: an
+    open run, which `close` does not end. `options`: those of `rankzero.track` for a new run. Times of
+    the caller are ignored.
     """
 
     def __init__(
@@ -44,10 +45,10 @@ class SummaryWriter:
         experiment = Path(log_dir).name if log_dir else Path(sys.argv[0]).stem
         if experiment.endswith("kernel_launcher"):  # A notebook does not know its own name.
             experiment = "tensorboard"
-        experiment += comment
         self.run = run or track(settings.pop("experiment", experiment or "tensorboard"), **settings)
         if self._is_own:
             self.run.is_owned = True
+            self.run.set_tags({"comment": comment} if comment else {})
         # A script may write files of its own there.
         folder = Path(log_dir) if log_dir else (self.run.folder or Path.cwd()) / "artifacts"
         self.log_dir = str(folder)
