@@ -82,12 +82,15 @@ class Orthogonal(torch.optim.SGD):
     def __init__(self, params: Any, ns_steps: int = 5) -> None:
         super().__init__(params, lr=0.1)
         self._ns_steps = ns_steps
+        self.cache = object()
 
 
 @pytest.mark.usefixtures("group")
 def test_zero1_refuses_an_optimizer_that_it_would_change() -> None:
     model = nn.Linear(2, 2)
-    _divided(Orthogonal(model.parameters()))
+    scheduled = Orthogonal(model.parameters())
+    torch.optim.lr_scheduler.LambdaLR(scheduled, float)  # it replaces step()
+    _divided(scheduled)
     with pytest.raises(UserError, match=r"`defaults`, which have no _ns_steps; use ddp or fsdp$"):
         _divided(Orthogonal(model.parameters(), ns_steps=3))
     hooked = torch.optim.SGD(model.parameters())

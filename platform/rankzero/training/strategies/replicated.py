@@ -39,6 +39,8 @@ from rankzero.training.strategies.base import (
     with_versions,
 )
 
+_PLAIN = (bool, int, float, str, type(None))
+
 
 @dataclasses.dataclass
 class Replicated:
@@ -281,11 +283,20 @@ def _divided(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _refuse_others(mine: Mapping[str, Any], other: Mapping[str, Any], kind: str) -> None:
-    """Raise UserError for hooks and settings that the `other` optimizer has not, or otherwise."""
-    names = [name for name in mine if name not in ("defaults", "param_groups", "state")]
-    # Their texts: two tensors are equal by element.
-    if lost := [name for name in names if repr(mine[name]) != repr(other.get(name))]:
+    """Raise UserError for hooks and plain settings that the `other` optimizer has not."""
+    there = _settings(other)
+    if lost := [name for name, text in _settings(mine).items() if there.get(name) != text]:
         raise UserError(
             f"train.strategy=zero1 cannot divide {kind}: it makes one for each rank from the "
             f"optimizer's `defaults`, which have no {', '.join(lost)}; use ddp or fsdp"
         )
+
+
+def _settings(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the text of plain values, and of the number of hooks. Objects may not be settings."""
+    found = {name: len(one) if name.endswith("_hooks") else one for name, one in values.items()}
+    return {
+        name: repr(one)
+        for name, one in found.items()
+        if all(isinstance(part, _PLAIN) for part in (one if isinstance(one, tuple) else (one,)))
+    }
