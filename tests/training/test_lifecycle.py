@@ -46,6 +46,14 @@ def test_a_set_up_that_fails_with_half_the_micro_batch_names_it(
     assert ended and ended.reason.endswith(" (after out of memory: 8 -> 4)") is not is_later
 
 
+def test_a_stream_has_had_no_digest_before(tmp_path: Path) -> None:
+    folder, before = make_folder(tmp_path), {"rankzero.data.training": "not computed: a stream"}
+    log = RunLog(folder, Journal(folder.events), 2, None, tags_before=before)
+    with tracked(log, tiny(), {}, ALONE, RunTotals()) as run:
+        run.start(4, 8, tags={"rankzero.data.training": "ab"})
+    assert "other data" not in folder.events.read_text()
+
+
 def test_an_attempt_with_edited_code_says_so(tmp_path: Path) -> None:
     """As after a restart by torchrun or Slurm, which imports the file again."""
     folder, before = make_folder(tmp_path), {f"{CODE}exp.py": "1", f"{CODE}net.py": "1"}

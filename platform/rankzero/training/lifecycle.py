@@ -20,6 +20,7 @@ from rankzero.training.distributed.world import World
 from rankzero.training.metrics.throughput import RunTotals
 
 _DATA = "rankzero.data."
+_NO_DIGEST = "not computed: a stream"  # of older attempts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,7 @@ class RunLifecycle:
             self._log(event)
         before = self._log.tags_before
         for kind, prefix in (("data", _DATA), ("code", experiment_file.CODE)):
-            own = (key for key, text in every.items() if before.get(key, text) != text)
+            own = (k for k, text in every.items() if before.get(k, text) not in (text, _NO_DIGEST))
             listed = ", ".join(key.removeprefix(prefix) for key in own if key.startswith(prefix))
             if listed and step:
                 self._log.notice(

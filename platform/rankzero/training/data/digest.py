@@ -52,7 +52,8 @@ def describe(dataset: Any, context: str, experiment_file: str) -> DataDescribed:
         source = str(Path(source).absolute())
     length = length_of(dataset)
     # MLflow takes streams of one type and one digest for the same data.
-    use = hashlib.sha256(f"{context} {source}".encode()).hexdigest()[:16]
+    about = f"{context} {name} {Path(source).name}"  # without folders, as in compute()
+    use = hashlib.sha256(about.encode()).hexdigest()[:16]
     digest, how = compute(dataset) if length else (use, "its use, its source")
     return DataDescribed(
         time.time(),
