@@ -440,7 +440,7 @@ def test_a_stream_of_another_length_resumes_with_a_notice(train: Trainer, tmp_pa
     job, state = build(experiment, stopped.job.world)
     notices: list[str] = []
     restore.newest(tmp_path / "checkpoints", job, state, notices.append)
-    assert "had 64 samples, now it has 128" in notices[0] and state.step == 2
+    assert "had 64 samples, now it has 128: train.epochs, the sch" in notices[0] and state.step == 2
 
 
 def test_another_model_cannot_resume(train: Trainer) -> None:

@@ -136,7 +136,11 @@ def _continue_from(
     if isinstance(job.train_loader, StreamLoader):
         had, has = saved["samples"], job.batch_order.samples
         if had != has:
-            yield f"an epoch of the stream had {had} samples, now it has {has}: at.epoch may change"
+            yield (
+                f"an epoch of the stream had {had} samples, now it has {has}: train.epochs, the "
+                "schedule, evaluations and at.epoch count by it; with divided = True, __len__ "
+                "counts the samples of one rank"
+            )
         streams, same_layout = saved.get("streams", []), saved.get("layout") == _layout(job)
         rank = job.world.ranks.rank
         inexact = job.train_loader.resume(streams, rank, same_layout=same_layout)
