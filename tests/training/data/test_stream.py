@@ -196,6 +196,7 @@ def test_a_stream_that_divides_itself_counts_no_other_ranks(workers: int) -> Non
 
     with pytest.raises(DescribedError, match=r"48 samples.* one of .*the samples of one rank"):
         list(batches(loader_of(Whole(0, 2), workers), 0, 2, 13))
+    assert len(list(loader_of(Whole(0, 2), workers).eval_batches(24, 0, 2))) == 1 + workers // 2
     Whole.length = 24
     assert len(list(batches(loader_of(Whole(0, 2), workers), 0, 2, 13))) == 13
     Whole.length = 48

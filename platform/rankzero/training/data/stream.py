@@ -352,12 +352,14 @@ class _Part(IterableDataset[Any]):
         if _is_hugging_face(stream):
             stream = _own_shards(stream, self.maker.rank, self.ranks, worker, workers)
             divides_itself = True
+        place, is_endless = self.places[worker] if self.places else _Place(), bool(self.places)
         part, parts, salt, shares = number, self.ranks * workers, 0, self.ranks
         if divides_itself:
-            shares = parts if self.ranks > 1 and counts_a_share(stream) else 1
+            # The length of a set to evaluate decides nothing.
+            counts_all = is_endless and self.ranks > 1 and counts_a_share(stream)
+            shares = parts if counts_all else 1
             part, parts, salt = 0, 1, number + 1
         maker = dataclasses.replace(self.maker, rank=number)
-        place, is_endless = self.places[worker] if self.places else _Place(), bool(self.places)
         reader = _Reader(stream, maker, part, parts, salt, place, is_endless, shares)
         # The batches come from one process after the other. These were read in the last attempt.
         if worker < self.read % workers:
