@@ -146,6 +146,9 @@ def test_a_large_tensor_data_set_stays_on_the_device_where_it_is() -> None:
     large = TensorDataset(torch.empty(2, 1 << 28, device=meta))
     loader = BatchLoader(large, meta, seed=0, workers=0, collate=default_collate)
     assert loader._tensors is not None and loader._tensors[0] is large.tensors[0]
+    mixed = TensorDataset(torch.empty(2, device=meta), torch.empty(1).expand(2, 1 << 28))
+    with pytest.raises(NotImplementedError):  # it is gathered on the host
+        BatchLoader(mixed, meta, seed=0, workers=0, collate=default_collate)
 
 
 def test_an_overridden_collate_is_used_for_tensors_too() -> None:

@@ -62,7 +62,7 @@ class BatchLoader:
         self._tensors: list[Tensor] | None = None
         if in_memory(dataset, collate):
             size = sum(tensor.nbytes for tensor in dataset.tensors)
-            is_there = dataset.tensors[0].device == device
+            is_there = all(tensor.device == device for tensor in dataset.tensors)
             home = device if is_there or size <= _RESIDENT_BYTES else torch.device("cpu")
             self._tensors = [tensor.to(home) for tensor in dataset.tensors]
 
