@@ -122,6 +122,11 @@ def test_a_tensor_that_could_not_be_loaded_again_is_refused() -> None:
             copier.copy({"model": {"weight": Wrapping(torch.ones(3))}})
 
 
+def test_an_object_that_has_every_attribute_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^model is a .*MagicMock, which could not be"):
+        host_copy.HostCopier().copy({"model": mock.MagicMock()})
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_part_of_a_tensor_is_refused(ranks: int) -> None:
     """The others save nothing, and each of them would load rank 0's part."""

@@ -182,7 +182,8 @@ def _require_loadable(value: Any, path: tuple[Any, ...]) -> None:
     if type(value) in _PLAIN:
         return
     key, content = ".".join(map(str, path)), io.BytesIO()
-    if hasattr(value, "full_tensor") and value.device_mesh.size() > 1:
+    is_spread = isinstance(value, Tensor) and hasattr(value, "full_tensor")
+    if is_spread and value.device_mesh.size() > 1:
         raise UserError(
             f"{key} is a DTensor, of which rank 0 would save its own part: gather it on every rank "
             "with get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), "
