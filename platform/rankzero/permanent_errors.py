@@ -6,8 +6,8 @@ import errno
 
 _REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"}
 _NO_RIGHTS = {"UNAUTHENTICATED", "PERMISSION_DENIED"}
-# MLflow answers so while its database is read-only, or has no connection left.
-_ANY_CAUSE = "BAD_REQUEST"
+ANY_CAUSE = "BAD_REQUEST"
+"""MLflow answers so for bad data, and while its database is read-only or lacks connections."""
 # These depend on rights, a proxy or the load, and may change. Other 4xx codes reject the request.
 _MAY_CHANGE = {401, 403, 404, 407, 408, 409, 425, 429, 499}
 # A file system never accepts these names.
@@ -37,7 +37,7 @@ def refusal(error: Exception) -> str | None:
         return str(error)
     status = getattr(getattr(error, "response", None), "status_code", None)
     is_4xx = isinstance(status, int) and 400 <= status < 500
-    if is_4xx and status not in _MAY_CHANGE and code != _ANY_CAUSE:
+    if is_4xx and status not in _MAY_CHANGE and code != ANY_CAUSE:
         return str(error)
     return str(error) if isinstance(error, OSError) and error.errno in _BAD_NAME else None
 

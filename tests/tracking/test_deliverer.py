@@ -300,6 +300,21 @@ def test_a_store_that_takes_no_writes_for_a_while_loses_nothing(
     )
 
 
+def test_a_checkpoint_whose_metrics_mlflow_never_takes_holds_up_no_later_one(
+    folder: RunFolder, tracker: MemoryStore
+) -> None:
+    append(folder, started(), saved(folder, 10), saved(folder, 20), ended())
+
+    def picky(name: str, argument: Any) -> None:
+        if name == "save_checkpoint" and argument.step == 10:
+            raise _READ_ONLY
+
+    tracker.fail = picky
+    done = delivered(folder, tracker)
+    assert done.complete and list(tracker.checkpoints) == [20]
+    assert done.state.problems.rejected == 1
+
+
 def test_the_end_is_in_mlflow_if_the_courier_dies_in_the_first_upload(
     folder: RunFolder, tracker: MemoryStore
 ) -> None:

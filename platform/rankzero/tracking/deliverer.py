@@ -55,7 +55,7 @@ from rankzero.mlflow_store.uris import (
     RunGone,
     sqlite_path,
 )
-from rankzero.permanent_errors import lacks_rights, refusal
+from rankzero.permanent_errors import ANY_CAUSE, lacks_rights, refusal
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import delivery_state, disk, run_locks
 from rankzero.run_store.delivery_state import Problems, Task, Upload
@@ -275,15 +275,16 @@ class Deliverer:
 
     def _fault_of_item(self, error: Exception, activity: Activity, target: Target) -> str | None:
         """Return why MLflow will never accept the first item or upload, or None if it may."""
-        reason, failures = refusal(error), self._retry.of(self._kind(activity)).failures
-        # An upload is never blamed by the answers to others, since its size alone may explain it.
-        if activity is Activity.UPLOAD:
+        kind, reason = self._kind(activity), refusal(error)
+        failures = self._retry.of(kind).failures
+        # The size of an upload may explain any other error, however MLflow answers others.
+        if activity is Activity.UPLOAD and getattr(error, "error_code", None) != ANY_CAUSE:
             if isinstance(error, MemoryError) and failures >= _MOST_WITHOUT_MEMORY:
                 return "there was not enough memory for it, however often it was tried"
             return reason
         if reason is not None or failures < _SUSPICIOUS_FAILURES:
             return reason
-        if self._retry.answered(activity, self._accepts_another(target)) <= _CERTAIN_ANSWERS:
+        if self._retry.answered(kind, self._accepts_another(target)) <= _CERTAIN_ANSWERS:
             return None
         return f"fails while MLflow accepts other requests: {error!r}"
 
