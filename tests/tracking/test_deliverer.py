@@ -300,6 +300,24 @@ def test_a_store_that_takes_no_writes_for_a_while_loses_nothing(
     )
 
 
+def test_the_parts_of_a_bad_batch_are_tested_without_the_waits_of_an_outage(
+    folder: RunFolder, tracker: MemoryStore
+) -> None:
+    append(folder, started(), steps(1, 64), steps(1, 2, key="poison"), ended())
+    tries = itertools.count()
+
+    def picky(name: str, argument: Any) -> None:
+        if name == "log_metrics" and any(point.key == "poison" for point in argument):
+            next(tries)
+            raise _READ_ONLY
+
+    tracker.fail = picky
+    done = delivered(folder, tracker)
+    assert done.state.problems.rejected == 2 and len(tracker.curve("train/loss")) == 64
+    # 8 + 4 for the batch, and 4 for each of the 6 parts on the way to each of the two points
+    assert next(tries) < 70
+
+
 def test_a_checkpoint_whose_metrics_mlflow_never_takes_holds_up_no_later_one(
     folder: RunFolder, tracker: MemoryStore
 ) -> None:

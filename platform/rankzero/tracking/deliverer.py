@@ -127,6 +127,7 @@ class Deliverer:
         # A replaced machine has no file.
         self._is_lost = self._path.exists() and not self.state.updated
         self._items: deque[MlflowItem] = deque()
+        self._whole = math.inf  # So many of them lie behind the parts of a divided batch.
         self._target: Target | None = None
         # The last tag that was no newer attempt's. To look for others reads the journal.
         self._claim: str | None = None
@@ -242,6 +243,8 @@ class Deliverer:
         return delivery_state.unread_bytes(self._folder, self.state.cursor.offsets)
 
     def _succeeded(self, kind: Hashable, done: bool = True) -> None:
+        if len(self._items) <= self._whole:
+            self._whole = math.inf
         self._change(retries=self._retry.succeeded(kind, self.state.retries, reached=done))
 
     def _handle(self, error: Exception, activity: Activity, target: Target | None) -> bool:
@@ -277,12 +280,15 @@ class Deliverer:
         """Return why MLflow will never accept the first item or upload, or None if it may."""
         kind, reason = self._kind(activity), refusal(error)
         failures = self._retry.of(kind).failures
+        is_bad_request = getattr(error, "error_code", None) == ANY_CAUSE
         # The size of an upload may explain any other error, however MLflow answers others.
-        if activity is Activity.UPLOAD and getattr(error, "error_code", None) != ANY_CAUSE:
+        if activity is Activity.UPLOAD and not is_bad_request:
             if isinstance(error, MemoryError) and failures >= _MOST_WITHOUT_MEMORY:
                 return "there was not enough memory for it, however often it was tried"
             return reason
-        if reason is not None or failures < _SUSPICIOUS_FAILURES:
+        # The batch that it is a part of has failed so often.
+        is_part = is_bad_request and len(self._items) > self._whole
+        if reason is not None or (failures < _SUSPICIOUS_FAILURES and not is_part):
             return reason
         if self._retry.answered(kind, self._accepts_another(target)) <= _CERTAIN_ANSWERS:
             return None
@@ -478,6 +484,7 @@ class Deliverer:
         parts = parts_of(item)
         if parts:
             self._items.popleft()
+            self._whole = min(self._whole, len(self._items))
             self._items.extendleft(reversed(parts))
             return
         if isinstance(item, RunEnded):
