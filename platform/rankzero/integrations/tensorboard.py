@@ -28,8 +28,8 @@ class SummaryWriter:
     """Sends what a script writes for TensorBoard to a run. Safe on every rank.
 
     `log_dir`: its last part is the MLflow experiment. `comment`: a tag of a new run. `run`: an
-    open run, which `close` does not end. `options`: those of `rankzero.track` for a new run. Times of
-    the caller are ignored.
+    open run, which `close` does not end. `options`: those of `rankzero.track` for a new run. Times
+    of the caller are ignored.
     """
 
     def __init__(
