@@ -323,13 +323,17 @@ def test_sigterm_stops_a_search_as_ctrl_c_does_and_once() -> None:
 
 
 def test_a_stop_before_the_study_has_begun_names_the_command_as_well(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(search, "_search_options", lambda _: SearchOptions())
     monkeypatch.setattr(search, "_make_host", lambda _: signal.raise_signal(signal.SIGTERM))
     monkeypatch.setattr("sys.argv", ["rankzero", "search", "x.py", "--new"])
-    assert search.run(argparse.Namespace(new=True)) == 75
-    assert "search x.py --new` continues the study" in capsys.readouterr().err
+    # A new study has no journal before its run has begun.
+    RunFolder(tmp_path).events.touch()
+    for opened, again in ((None, " --new"), (tmp_path / "s-2", " --new"), (tmp_path, "")):
+        folder = opened and RunFolder(opened)
+        assert search.run(argparse.Namespace(new=True, opened=folder, offline=True)) == 75
+        assert f"search x.py{again}` continues the study" in capsys.readouterr().err
 
 
 def at_once(folders: list[Path]) -> int:

@@ -126,7 +126,9 @@ def run(arguments: argparse.Namespace) -> int:
         with stoppable(arguments):
             return _run(arguments, chosen)
     except KeyboardInterrupt:
-        again = _again(new=arguments.new)
+        # Without --new, a command continues the newest study that has begun.
+        folder: RunFolder | None = vars(arguments).get("opened")
+        again = _again(new=arguments.new and not (folder and folder.events.exists()))
         print(f"interrupted: `{again}` continues the study", file=sys.stderr)
         return RESUMABLE
 
@@ -373,10 +375,10 @@ def _search(
     where = f"{'/'.join(map(str, space.devices))} x {described.device}"
     where += f", {space.machines} machines" if space.machines > 1 else ""
     print_line(f"study  {identity.name}  ({arguments.objective}, {where})")
-    # A stop from here on is continued without --new.
-    arguments.new, arguments.opened = False, RunFolder(arguments.dir / "runs" / identity.name)
+    arguments.opened = RunFolder(arguments.dir / "runs" / identity.name)
     outcome = search.run(setup)
-    arguments.opened = None  # from here on, a stop only ends the wait for MLflow
+    # From here on, a stop only ends the wait for MLflow.
+    arguments.new, arguments.opened = False, None
     print_line(f"\n{outcome.text}")
     if is_interactive():
         text_console().bell()
