@@ -198,12 +198,10 @@ def _is_tested(reference: Candidate, is_own_target: bool) -> bool:
 
 def _beats(one: Candidate, reference: Candidate, scale: _Scale, is_own_target: bool) -> bool:
     """Return whether a challenger is surely better, or reaches what the reference does not."""
-    apart = scale.mean(reference) - scale.mean(one)
     if _is_tested(reference, is_own_target):
-        return apart > scale.floor(reference, one)
-    if one.reached or (one.share > reference.share and not is_own_target):
-        return True
-    return one.share == reference.share and apart >= 0
+        return scale.mean(reference) - scale.mean(one) > scale.floor(reference, one)
+    # It has `costs`, so it reached the quality on more seeds than the reference.
+    return one.reached or not is_own_target
 
 
 def _most_reliable(
