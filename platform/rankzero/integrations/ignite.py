@@ -88,9 +88,7 @@ class RankZeroHandler(BaseLogger):
         self._run.end()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
-            self._run.end(error)
-        self.close()
+        self._run.end(error)
 
     def _create_output_handler(self, *args: Any, **kwargs: Any) -> OutputHandler:
         return OutputHandler(*args, **kwargs)

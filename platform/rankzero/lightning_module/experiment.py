@@ -139,8 +139,7 @@ class _LightningExperiment(Experiment):
     def _instance(self, cls: type[Any]) -> Any:
         """Return an object of the user's class, with the experiment's fields as its arguments."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        train = self.train
-        return cls(**init_arguments.values_for(cls, fields, self.lr, train.batch_size))
+        return cls(**init_arguments.values_for(cls, fields, self.lr, self.train.batch_size))
 
 
 def adopt(
