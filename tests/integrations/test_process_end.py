@@ -342,7 +342,7 @@ def test_process_that_only_imports_the_script_has_no_run(
 def test_second_track_of_a_run_ends_the_first(tmp_path: Path) -> None:
     again = 'again = rankzero.track("mine", name="r1", offline=True)\nagain.log({"loss": 2.0}, 1)'
     late = '\nrun.log({"loss": 3.0}, 2)'  # Each value would end the other and begin an attempt.
-    assert [end.status for end in ended(tmp_path, BEGIN + again + late)] == ["FINISHED"] * 2
+    assert [end.status for end in ended(tmp_path, BEGIN + again + late)] == ["KILLED", "FINISHED"]
 
 
 def test_second_ctrl_c_ends_the_wait_for_a_checkpoint_and_keeps_the_end(tmp_path: Path) -> None:
