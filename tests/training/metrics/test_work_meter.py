@@ -67,11 +67,12 @@ def test_flops_are_those_of_the_parameters_that_are_trained() -> None:
     model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 2))
     meter = WorkMeter(samples, 1.0, 1.0, model, [mean])
     found = []
-    for trained in (("0.weight", "1.weight"), ("1.weight",)):
+    for trained in (("0.weight", "1.weight"), ("1.weight",), ()):
         meter.train_only(trained)
-        watched(meter, torch.ones(4, 8))
+        assert not watched(meter, torch.ones(4, 8))
         found.append(meter.rates(1, 1.0)["mfu"])
-    assert found == [2 * (2 * 8 * 32 + 3 * 32 * 2), 2 * (8 * 32 + 2 * 32 * 2)]
+    forward = 2 * (8 * 32 + 32 * 2)  # alone, in a turn that trains nothing
+    assert found == [2 * (2 * 8 * 32 + 3 * 32 * 2), forward + 2 * 32 * 2, forward]
 
 
 def test_flops_are_those_of_a_token_if_tokens_are_counted() -> None:

@@ -13,11 +13,12 @@ from torch import nn
 
 from rankzero import ranks
 from rankzero.experiment import Experiment, Train
+from rankzero.ratio import Ratio
 from rankzero.training import rng
 from rankzero.training.data.batch import to_device
 from rankzero.training.distributed.world import World
 from rankzero.training.metrics.peak_flops import peak_flops
-from rankzero.training.strategies.base import Measure, MicroBatchStep, set_trained
+from rankzero.training.strategies.base import Measure, set_trained
 from rankzero.training_position import Progress, bound, takes_progress
 
 _CPU = torch.device("cpu")
@@ -85,8 +86,10 @@ class WorkMeter:
         meta = to_device(batch, torch.device("meta"))
         with FlopCounterMode(display=False) as counter:
             for measure in self._measures:
-                step = MicroBatchStep(measure, contextlib.nullcontext(), None, 1)
-                step.forward_backward(self._model, meta)
+                loss = measure(self._model, meta)["loss"]
+                loss = loss.numerator if isinstance(loss, Ratio) else loss
+                if loss.requires_grad:  # `frozen` may hold all parameters of a turn
+                    loss.backward()
         return int(counter.get_total_flops())
 
     def read(self) -> float:
