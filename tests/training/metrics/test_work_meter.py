@@ -145,6 +145,9 @@ def test_peak_is_that_of_all_gpus_and_of_a_model_in_bf16(
     model = nn.Linear(8, 1).bfloat16()
     meter = of(experiment, experiment.measure, model, world, start)
     assert meter._peak == gpus * 121e12
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")  # no bf16
+    meter = of(experiment, experiment.measure, model.half(), world, start)
+    assert meter._peak == gpus * 65e12
 
 
 def test_tokens_of_all_ranks_are_reported(tmp_path: Path) -> None:

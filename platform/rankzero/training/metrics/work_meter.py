@@ -135,8 +135,9 @@ def _peak(train: Train, model: nn.Module, world: World) -> float | None:
     if world.device.type != "cuda":
         return None
     # A model that is half-precision by itself needs no autocast.
-    halves = (p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
-    precision = "bf16" if any(halves) else train.precision
+    halves = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+    own = {halves[p.dtype] for p in model.parameters() if p.dtype in halves}
+    precision = max(own, default=train.precision)
     peak = peak_flops(torch.cuda.get_device_name(world.device), precision)
     # DataParallel uses all GPUs in one process.
     devices = torch.cuda.device_count() if train.strategy == "dp" else world.size
