@@ -91,7 +91,7 @@ class World:
         return largest
 
     def all(self, answer: bool) -> bool:
-        """Return whether every rank's `answer` is true. Collective, not for each report."""
+        """Return whether every rank's `answer` is true. Collective, not for each step."""
         # Alone, no question to the device: it would wait for all of its work.
         if not self.is_distributed:
             return answer
