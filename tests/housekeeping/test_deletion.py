@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from mlflow.entities.model_registry import ModelVersion
@@ -483,9 +484,13 @@ def test_run_that_another_command_removed_is_not_shown(root: Path) -> None:
 
 
 def test_users_who_may_write_to_the_runs_share_the_leftovers(tmp_path: Path) -> None:
+    (left := tmp_path / ".leftovers").mkdir(0o700)  # as of an earlier version
     tmp_path.chmod(0o2777)
     removal.workplace(tmp_path, "copy")
-    assert (tmp_path / ".leftovers").stat().st_mode & 0o7777 == 0o2777
+    assert left.stat().st_mode & 0o7777 == 0o2777
+    left.rmdir()
+    with mock.patch.object(Path, "chmod", side_effect=PermissionError):
+        assert not removal.workplace(tmp_path, "copy").exists()
 
 
 def test_child_that_never_began_goes_with_its_run(root: Path, here: Here) -> None:

@@ -44,10 +44,11 @@ def _files(folder: str) -> Iterator[os.DirEntry[str]]:
 def workplace(runs: Path, kind: str) -> Path:
     """Return the path of a new folder that is no run: what a kill leaves there, `tidy` removes."""
     place = runs / _LEFTOVERS
-    with contextlib.suppress(FileExistsError):
-        place.mkdir(parents=True)
-        # For all users who may write to the runs.
-        place.chmod(runs.stat().st_mode & 0o7777)
+    place.mkdir(parents=True, exist_ok=True)
+    # For all users who may write to the runs. It may be another user's, or on a disk without modes.
+    with contextlib.suppress(OSError):
+        if not place.is_symlink():
+            place.chmod(runs.stat().st_mode & 0o7777)
     return place / f"{kind}-{secrets.token_hex(4)}"
 
 
