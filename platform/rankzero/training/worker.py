@@ -149,7 +149,7 @@ def attempt(
         file = request.environment.get("rankzero.experiment_file", request.experiment_file)
         described = [digest.describe(one, use, file) for use, one in used.items()]
         run.start(state.step, job.total_steps, described, {**job.model_tags, **code})
-        for text in (*_notices(request, job, state, used), *sets.differences(world, described)):
+        for text in (*_notices(request, job, state, used), *sets.differing(world, described, used)):
             log.notice(text)
         run.outcome = _train(job, state, log, stop, totals, watchdog, test_sets)
     return run.outcome

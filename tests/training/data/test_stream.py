@@ -152,6 +152,9 @@ def test_the_length_of_a_stream_that_divides_itself_is_that_of_a_rank() -> None:
     assert sets.batch_order(experiment, world, Tars(0, 2), 2).steps_per_epoch == 6
     world.is_distributed, world.ranks_that_differ = True, lambda _: []
     sets.check_same(world, "data()", {"training": Share(0, 2)}, Train())
+    for share, notices in (Share(0, 2), 0), (Tars(0, 2), 1):
+        described = [digest.describe(share, "training", "file.py")]
+        assert len([*sets.differing(world, described, {"training": share})]) == notices
     with pytest.raises(UserError, match="26 samples on rank 0; 22 samples on rank 1"):
         sets.check_same(world, "data()", {"training": Tars(0, 2)}, Train())
 

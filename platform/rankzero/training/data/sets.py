@@ -121,11 +121,17 @@ def check_same(world: World, method: str, sets: Mapping[str, Any], train: Train)
             check_same_lengths(name, lengths[:, number].tolist(), method)
 
 
-def differences(world: World, described: Sequence[DataDescribed]) -> Iterator[str]:
-    """Yield a notice if the digest of a data set is not the same on every rank. Collective."""
+def differing(
+    world: World, described: Sequence[DataDescribed], data: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield a notice if the digest of a data set is not the same on every rank. Collective.
+
+    A stream that divides itself may have another length on each rank.
+    """
     digests = world.gather(torch.tensor([zlib.crc32(one.digest.encode()) for one in described]))
     differs = (digests != digests[0]).any(dim=0)
-    if names := [one.context for one, is_other in zip(described, differs, strict=True) if is_other]:
+    others = [one.context for one, is_other in zip(described, differs, strict=True) if is_other]
+    if names := [use for use in others if not stream.counts_a_share(data[use])]:
         yield (
             f"data() differs between ranks ({', '.join(names)}): samples train twice or never, "
             "or leak into the validation, unless only paths or a rank's own attributes differ; "
