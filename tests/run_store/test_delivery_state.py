@@ -83,6 +83,7 @@ def test_a_file_of_an_earlier_version_is_read_and_written_again(tmp_path: Path) 
     assert written.pop("other_step") == -1 and written.pop("later_remarks") == []
     assert written.pop("last_artifact") == ""
     assert written.pop("best_step") == 0 and written.pop("replayed") == {}
+    assert written.pop("earlier") == {}
     assert {**written, **former, **unused} == OLD
     assert written["waiting"] == [word for word in OLD["waiting"] if word != "figures"]
     assert delivery_state.load(path).queue == state.queue

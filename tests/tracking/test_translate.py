@@ -115,6 +115,15 @@ def test_a_later_attempt_sends_the_steps_that_no_earlier_one_has() -> None:
     assert not points(sent)
 
 
+def test_an_attempt_that_repeats_no_step_does_not_read_the_earlier_ones() -> None:
+    events = [started(), evaluated(10, 0.5), started(2, step=10), evaluated(20, 0.6)]
+    asked = list[int]()
+    sent, state = translate(events, DeliveryState(), before=lambda at: asked.append(at) or {})
+    saved = CheckpointSaved(T0 + 99, 20, "checkpoints/x", True, {"val/accuracy": 0.6})
+    links = linked(saved, state.curves, "m-1", before=lambda at: asked.append(at) or {})
+    assert [one._replace(model_id=None) for one in links] == points(sent)[2:3] and not asked
+
+
 def test_infinity_becomes_nan_and_a_tag() -> None:
     found = items(StepsLogged([1, 2], [T0, T0], {"train/loss": [1.0, math.inf]}))
     assert math.isnan(points(found)[1].value)

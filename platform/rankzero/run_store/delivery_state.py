@@ -68,6 +68,8 @@ class Curves:
     attempt: int = 0
     marks: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Metric -> highest step so far."""
+    earlier: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """The same when the newest attempt began."""
     floor: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """The same of what this journal lacks. Points at or below are not sent."""
     replayed: Mapping[str, int] = dataclasses.field(default_factory=dict)

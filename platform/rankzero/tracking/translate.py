@@ -58,7 +58,7 @@ def translate(
     """Return what to send for the events, in order, and the state once all of it is sent.
 
     The end of the run and uploads go to the state's queue instead: they come after the points.
-    Calls `before` only for a step that is not above the earlier ones of its metric.
+    Calls `before` only for a step that is not above those of the metric's earlier attempts.
     """
     draft = _Draft(state, before)
     items: list[MlflowItem] = []
@@ -166,6 +166,8 @@ def _has_earlier(curves: Curves, name: str, key: str, step: int, before: Before)
         return True
     if step > curves.marks.get(name, step - 1):
         return step <= curves.replayed.get(name, step - 1)
+    if step > curves.earlier.get(name, step - 1):
+        return False
     steps = before(curves.attempt).get((key, step // _PAGE), 0)
     return bool(steps >> step % _PAGE & 1)
 
@@ -225,7 +227,7 @@ class _Draft:
         """
         # A replay of the same attempt after a crash must not skip the points it sends again.
         if event.attempt > self._curves.attempt:
-            self._change(attempt=event.attempt)
+            self._change(attempt=event.attempt, earlier=dict(self._marks))
         if event.time > self._curves.other_began:
             self._change(other_step=-1)
         goal, known = event.params.get("goal.metric"), self._curves
