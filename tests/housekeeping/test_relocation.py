@@ -20,7 +20,7 @@ from rankzero.mlflow_store import server, uris
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store.attempt import sole_launcher
 from rankzero.run_store.folder import RunFolder
-from rankzero.tracking import sync
+from rankzero.tracking import open_run, sync
 from support.runs import append, ended, make_folder, saved, started, steps
 from support.stores import copied
 
@@ -155,6 +155,13 @@ def test_run_of_a_moved_store_is_delivered_to_its_own_database(
     assert relocated(root) == 0 and main(["sync", "--dir", str(root)]) == 0
     assert "notes.txt" in fetched(root, "late", tmp_path / "files")
     assert (content(project) if project.exists() else original) == original
+
+
+def test_a_share_that_is_away_is_no_moved_store(tmp_path: Path) -> None:
+    for place, moved in (("share/team", False), ("share/mlruns", True), ("project/x", True)):
+        uri = uris.default_tracking_uri(tmp_path / place)
+        folder = make_folder(tmp_path / "mlruns", uri, project_dir=str(tmp_path / "project"))
+        assert (open_run.former_store(folder) is not None) == moved, place
 
 
 def test_relocation_that_was_killed_is_finished_by_the_next(project: Path, tmp_path: Path) -> None:

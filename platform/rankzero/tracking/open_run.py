@@ -97,7 +97,10 @@ def former_store(folder: RunFolder) -> Path | None:
     path = uris.sqlite_path(folder.identity.tracking_uri)
     if path is None or folder.is_elsewhere or moved.same(path.parent, folder.root):
         return None
-    is_gone = path.name == uris.DATABASE and not path.parent.exists()
+    # A database that somebody put elsewhere may be away for a moment, as a share is.
+    is_mine = path.parent.name == folder.root.name
+    is_mine |= path.is_relative_to(folder.identity.project_dir or folder.root)
+    is_gone = is_mine and path.name == uris.DATABASE and not path.parent.exists()
     is_former = is_gone or path.parent in moved.former_places(folder.root) or origin(folder)
     return path.parent if is_former else None
 
