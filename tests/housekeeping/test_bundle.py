@@ -234,6 +234,17 @@ def test_run_that_died_ends_in_the_bundle_when_it_died(
     assert end is not None and (end.status, end.time) == ("FAILED", T0 + 100)
 
 
+def test_run_that_died_on_a_disk_that_takes_no_file_is_exported(
+    roots: tuple[Path, Path], tmp_path: Path
+) -> None:
+    append(folder := make_folder(roots[0], name="dead"), started(), steps(1, 9))
+    os.utime(folder.events, (T0 + 100, T0 + 100))
+    (folder.path / "attempt.lock").unlink(missing_ok=True)
+    (folder.path / "attempt.lock").mkdir()  # cannot be opened, as on a read-only disk
+    bundle.write(folder, tmp_path / "d.zip")
+    assert last_end(folder) is None and (tmp_path / "d.zip").exists()
+
+
 def test_models_of_one_name_are_all_copied_in_their_order(roots: tuple[Path, Path]) -> None:
     mine, theirs = roots
     folder, uri = study(mine), uris.default_tracking_uri(theirs)

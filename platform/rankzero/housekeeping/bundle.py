@@ -78,8 +78,9 @@ def write(folder: RunFolder, target: Path) -> None:
             raise UserError(f"{one.path.name} runs, or its delivery does: wait for its end")
         if _was_elsewhere(one):
             raise _part_is_missing(one)
-        # Here, because an unpacked journal has the time of the import. Readers cannot.
-        with contextlib.suppress(PermissionError):
+        # Here, because an unpacked journal has the time of the import. Readers, a full or a
+        # read-only disk cannot.
+        with contextlib.suppress(OSError):
             sync.close_if_dead(one, 0.0)
     sizes = {one: lookup.journal_bytes(one) for one in bundled}
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
