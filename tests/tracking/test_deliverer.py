@@ -682,6 +682,7 @@ def test_a_renamed_experiment_or_a_deleted_run_gets_no_second_run(
     MlflowRuns(sqlite).deletion.erase(record.run_id)
     erased = deliver(Deliverer(folder)).state.retries.error or ""
     assert "delete --discard-undelivered" in erased and "--restore" not in erased
+    assert "if MLflow has another database now" in erased
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -505,7 +505,8 @@ class Deliverer:
         back = functools.partial(command_lines.line, self._folder.root, "delete")
         is_child = self._folder.identity.parent is not None
         if isinstance(gone, RunErased):
-            error += f": `{back('--discard-undelivered', name)}` deletes it here, too"
+            error += f": if it was erased, `{back('--discard-undelivered', name)}` deletes it here"
+            error += ", too; if MLflow has another database now, see docs/troubleshooting.md"
         elif type(gone) is RunGone:
             restore = f"`{back('--restore', name)}` brings it back"
             error += f": {'restore it in MLflow' if is_child else restore}"
