@@ -26,14 +26,14 @@ from support.runs import T0, make_folder
 
 @pytest.fixture
 def uploaded(sqlite: str, tmp_path: Path) -> RunFolder:
-    """A run whose three checkpoints are in MLflow, and nowhere else."""
+    """A run whose four checkpoints are in MLflow, and nowhere else."""
     folder = make_folder(tmp_path, sqlite, artifact_root=str(tmp_path / "artifacts"))
     tracker = MlflowRuns(sqlite)
     run = tracker.open_run(folder.identity, T0)
     writer = Checkpoints(folder.path, 9, Goal("val/loss"))
     events = [
         event
-        for step in (1, 2, 3)
+        for step in (-1, 1, 2, 3)
         for event in writer.save({"at": torch.tensor(step)}, step, {"val/loss": 1.0}, False)
     ]
     for event in [*events, *writer.close()]:
@@ -144,7 +144,7 @@ def test_broken_checkpoint_is_skipped_and_reported(uploaded: RunFolder) -> None:
 
 
 def test_what_is_here_stays_where_mlflow_has_nothing_better(uploaded: RunFolder) -> None:
-    for step in (1, 2, 3):
+    for step in (-1, 1, 2, 3):
         state = _in_mlflow(uploaded, step)
         state.unlink()
         state.write_bytes(b"torn")
@@ -152,7 +152,7 @@ def test_what_is_here_stays_where_mlflow_has_nothing_better(uploaded: RunFolder)
     mine.mkdir(parents=True)
     (mine / "manifest.json").write_text('{"format": 99}')
     path, problems = download.newest_checkpoint(uploaded)
-    assert path is None and len(problems) == 3
+    assert path is None and len(problems) == 4
     assert [path.name for path in uploaded.checkpoints.iterdir()] == [mine.name] and (
         mine / "manifest.json"
     ).exists()

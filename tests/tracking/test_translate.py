@@ -124,6 +124,11 @@ def test_an_attempt_that_repeats_no_step_does_not_read_the_earlier_ones() -> Non
     assert [one._replace(model_id=None) for one in links] == points(sent)[2:3] and not asked
 
 
+def test_the_checkpoint_of_a_negative_step_is_no_other_machines() -> None:
+    saved = CheckpointSaved(T0, -1, "checkpoints/x", True, {})
+    assert saved in translate([saved], DeliveryState())[1].queue.waiting
+
+
 def test_infinity_becomes_nan_and_a_tag() -> None:
     found = items(StepsLogged([1, 2], [T0, T0], {"train/loss": [1.0, math.inf]}))
     assert math.isnan(points(found)[1].value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import tempfile
 from pathlib import Path
@@ -74,7 +75,7 @@ def require_plain_files(folder: Path) -> None:
 
 
 def newest_checkpoint(
-    folder: RunFolder, run: RunRecord | None = None, after: int = -1
+    folder: RunFolder, run: RunRecord | None = None, after: float = -math.inf
 ) -> tuple[Path | None, list[str]]:
     """Download the newest intact checkpoint that MLflow has of `run`, by default the folder's.
 

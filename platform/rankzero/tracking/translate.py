@@ -181,7 +181,9 @@ def metric_name(key: str, curves: Curves) -> str:
 def is_others(event: object, curves: Curves) -> bool:
     """Return whether MLflow has another machine's checkpoint in the place of the event's."""
     return (
-        isinstance(event, CheckpointSaved | CheckpointDeleted) and event.step <= curves.other_step
+        isinstance(event, CheckpointSaved | CheckpointDeleted)
+        and curves.other_step != -1
+        and event.step <= curves.other_step
     )
 
 
