@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,7 @@ def test_each_call_of_accelerates_init_trackers_begins_a_run_of_its_own() -> Non
         accelerator.init_trackers("cv", {"fold": fold})
         accelerator.log({"loss": float(fold)}, step=1)
         assert accelerator.get_tracker("rankzero").tracker.name == f"r{fold}"
+    pickle.loads(pickle.dumps(accelerator.get_tracker("rankzero")))  # as a data set has it
     accelerator.end_training()
     for fold in range(2):
         run = Path("mlruns/runs", f"r{fold}")

@@ -41,6 +41,10 @@ class RankZeroTracker(GeneralTracker):
         self._accelerator: weakref.ref[Accelerator] | None = None
         super().__init__()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in a spawned process has, such as a data set's."""
+        return {**vars(self), "_accelerator": None}
+
     @property
     def tracker(self) -> TrackedRun:
         """The run. Starts it."""
