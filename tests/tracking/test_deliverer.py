@@ -24,7 +24,7 @@ from rankzero.catalog.summary import read_summary
 from rankzero.cli.commands import sync as sync_command
 from rankzero.events import ModelLogged, Noticed, SystemSampled
 from rankzero.mlflow_store.client import MlflowRuns
-from rankzero.mlflow_store.uris import ExperimentGone
+from rankzero.mlflow_store.uris import ExperimentGone, RunGone
 from rankzero.reporting.delivery_problems import trouble
 from rankzero.run_store import delivery_state as state
 from rankzero.run_store.folder import FolderGone, RunFolder
@@ -640,6 +640,18 @@ def test_a_run_restored_while_it_trains_is_delivered_again_within_a_minute(
         append(folder, steps(1, 9))
         clock[0] += 60.0
     assert len(tracker.curve("train/loss")) == 9 and not deliverer.state.problems.rejected
+
+
+def test_a_deleted_child_is_asked_for_less_and_less_often(tmp_path: Path) -> None:
+    clock = [0.0]
+    append(child := make_folder(tmp_path, parent="study"), started())
+    deliverer = Deliverer(child, clock=lambda: clock[0])
+    for wait in (60.0, 120.0, 240.0):
+        deliverer._abandon(RunGone("deleted"))
+        clock[0] += wait - 1
+        assert deliverer.complete
+        clock[0] += 1
+        assert not deliverer.complete
 
 
 def test_gaps_of_a_restored_backup_are_filled_in_a_new_run(tmp_path: Path, sqlite: str) -> None:

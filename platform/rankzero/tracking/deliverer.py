@@ -5,7 +5,8 @@ It is a state machine, and docs/structure.md draws it. Its states are the member
 
 OPEN, SEND and each kind of upload make requests. After an error each has a wait of its own
 (`RetryPolicy`, 1 to 30 s) and is then tried again. If the MLflow run was deleted, the deliverer
-asks once a minute whether it is restored. If another machine has continued it, nothing follows.
+asks once a minute whether it is restored, and for a child less and less often. If another machine
+has continued it, nothing follows.
 
 A crash before delivery.json is written replays the same items, which changes nothing in MLflow. A
 journal is synced before its events are sent, and delivery.json has a checksum of what was read. If
@@ -135,7 +136,7 @@ class Deliverer:
         self._now = 0.0  # when the activity began: its upload stays the next one until its end
         self._hurried, self._read_at, self._look_at = False, 0.0, 0.0
         # Until then a run that was deleted or continued elsewhere is not asked for.
-        self._gone_until = 0.0
+        self._gone_until, self._gone_wait = 0.0, _LOOK_SECONDS
         self.is_refused = False
         """Whether MLflow does not let this user open the run, until somebody changes that."""
         # The unread bytes that are no whole line: there is nothing to read until they change.
@@ -500,10 +501,12 @@ class Deliverer:
         The rest waits for somebody to restore it, or for a later attempt here.
         """
         is_final = self._hurried or isinstance(gone, RunContinued)
-        self._gone_until = math.inf if is_final else self._clock() + _LOOK_SECONDS
+        self._gone_until = math.inf if is_final else self._clock() + self._gone_wait
         self._target, name, error = None, self._folder.path.name, str(gone)
         back = functools.partial(command_lines.line, self._folder.root, "delete")
         is_child = self._folder.identity.parent is not None
+        # One courier asks for all trials of a study, of which a thousand may be deleted.
+        self._gone_wait = min(self._gone_wait * (2 if is_child else 1), 3600.0)
         if isinstance(gone, RunErased):
             error += f": if it was erased, `{back('--discard-undelivered', name)}` deletes it here"
             error += ", too; if MLflow has another database now, see docs/troubleshooting.md"
