@@ -897,6 +897,20 @@ def taken(history: MetricHistory, step: int) -> list[Event]:
     return events
 
 
+def test_a_row_that_is_taken_again_after_ctrl_c_has_the_same_step() -> None:
+    class Interrupted(dict[str, float]):
+        def items(self) -> Any:
+            yield from super().items()
+            raise KeyboardInterrupt
+
+    history, moment = MetricHistory(Goal(), 1, lambda *_: None), time.time()
+    with pytest.raises(KeyboardInterrupt):
+        history.take((None, moment, Interrupted(loss=0.5)))
+    history.take((None, moment, {"loss": 0.5}))
+    history.drain(events := list[Any]())
+    assert [event.metrics for event in events] == [{"loss": [0.5]}]
+
+
 @pytest.mark.parametrize("kind", ["even", "odd", "back"])
 def test_steps_of_a_metric_need_little_memory(kind: str) -> None:
     history = MetricHistory(Goal(), 1, lambda *_: None)
