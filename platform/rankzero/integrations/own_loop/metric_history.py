@@ -210,8 +210,8 @@ class MetricHistory:
         step, moment, row = read
         new: dict[str, float] = {}
         # Ctrl-C may have ended an earlier try, behind the line that keeps the row.
-        kept = [number for number, when, _ in self._new[-1:] if when is moment]
-        at = kept[0] if kept else self.step_of(step, row)
+        before = [number for number, when, _ in self._new[-1:] if when is moment]
+        at = before[0] if before else self.step_of(step, row)
         self._new.append((at, moment, new))
         for name, value in row.items():
             new[name] = value  # Before it is known: else the handler would find it nowhere.
