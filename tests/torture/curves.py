@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
-from rankzero.events import Evaluated, Event, RunStarted, StepsLogged
+from rankzero.events import Evaluated, Event, StepsLogged
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.mlflow_store.items import MetricPoint
 from rankzero.run_store.folder import RunFolder
@@ -18,7 +18,7 @@ from torture.ground import Broken
 # Values by metric and step.
 Curves = Mapping[str, Mapping[int, float]]
 # Metrics of each step. The others are of windows. A resumed attempt may divide its steps into other
-# windows, and it logs those that end after the last window of the attempt before.
+# windows, and MLflow has those of both.
 WHOLE = ("train/", "val/")
 # Metrics that are the same, bit for bit, in every training with the same seed.
 EXACT = (*WHOLE, "lr")
@@ -35,17 +35,10 @@ def latest(run: RunFolder) -> Curves:
 
 
 def first(run: RunFolder) -> Curves:
-    """Return the values that MLflow keeps: those of the first attempt that reached a step."""
+    """Return the values that MLflow keeps: the first one of each step."""
     found: dict[str, dict[int, float]] = {}
-    last: dict[str, int] = {}
-    for event in read_all(run.events):
-        if isinstance(event, RunStarted):
-            last = {
-                name: max(values) for name, values in found.items() if not name.startswith(WHOLE)
-            }
-        for name, step, value in _points_of(event):
-            if step > last.get(name, step - 1):
-                found.setdefault(name, {}).setdefault(step, value)
+    for name, step, value in _journaled(run):
+        found.setdefault(name, {}).setdefault(step, value)
     return found
 
 

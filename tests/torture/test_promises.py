@@ -292,12 +292,12 @@ def test_a_wrong_best_value_and_values_that_a_scenario_spoiled_are_told_apart() 
 
 
 @pytest.mark.parametrize("name", ["lr", "throughput/step_seconds", "grad_norm"])
-def test_a_window_missing_in_mlflow_is_found_but_not_one_that_a_resume_replaced(
+def test_a_window_missing_in_mlflow_is_found_also_one_of_a_resume_between_others(
     place: Ground, name: str
 ) -> None:
     run = run_of(place, started(), steps(1, STEPS), _window(2, name), _window(4, name))
     append(run, started(attempt=2, step=2), _window(3, name, 8.0), _window(5, name, 8.0))
-    assert curves.first(run)[name] == {2: 1.0, 4: 1.0, 5: 8.0}
+    assert curves.first(run)[name] == {2: 1.0, 3: 8.0, 4: 1.0, 5: 8.0}
     record = promises.delivered(run)
     points = curves.in_mlflow(run, record.run_id, [name])
     curves.have_arrived({name: curves.first(run)[name]}, points)
