@@ -63,7 +63,7 @@ def on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("file", SMALL)
-@pytest.mark.parametrize("processes", ["on_one", "on_two"])
+@pytest.mark.parametrize("processes", [pytest.param("on_one", marks=pytest.mark.slow), "on_two"])
 def test_a_resume_trains_as_if_nothing_had_happened(
     processes: str, file: str, request: pytest.FixtureRequest
 ) -> None:

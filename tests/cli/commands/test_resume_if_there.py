@@ -106,6 +106,7 @@ def test_a_mistake_in_the_set_up_is_mended_under_the_same_name(rankzero: Command
     assert code == 2 and "mine is deleted: `rankzero delete --restore mine`" in output, output
 
 
+@pytest.mark.cluster
 def test_a_run_of_a_lost_disk_continues_from_the_server(rankzero: Command, server: Server) -> None:
     words = (*AGAIN, "--tracking-uri", server.uri, "--experiment-name", "lost-disk")
     rankzero.succeed(*words, "train.steps=10", "--wait-delivery")
@@ -127,6 +128,7 @@ def _lose_the_disk(rankzero: Command) -> None:
     shutil.rmtree(rankzero.folder / "mlruns" / "runs")
 
 
+@pytest.mark.cluster
 def test_a_run_that_returns_to_its_first_machine_continues_from_the_newest_checkpoint(
     rankzero: Command, server: Server
 ) -> None:

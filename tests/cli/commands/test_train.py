@@ -394,6 +394,7 @@ def test_out_of_memory_of_an_earlier_start_is_ignored(
     assert len(starts(rankzero.runs[-1])) == 2 and last_end(rankzero.runs[-1]).status == ending
 
 
+@pytest.mark.cluster
 @pytest.mark.timeout(200)
 def test_two_nodes_train_as_one(rankzero: Command, tmp_path: Path) -> None:
     endpoint = f"127.0.0.1:{free_port()}"

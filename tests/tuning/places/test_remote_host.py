@@ -157,7 +157,7 @@ for number in range(5):
 
 
 def test_the_end_is_waited_for_while_a_journal_comes_over(tmp_path: Path) -> None:
-    words = (sys.executable, "-c", f"{SPEAKER}\nlines.send(Ended(False)); time.sleep(100)")
+    words = (sys.executable, "-c", f"{SPEAKER}\nlines.send(Ended(False)); sys.stdin.read()")
     with contextlib.closing(RemoteHost(words, (), "a test", print)) as host:
         host.run(train, Topology(1), None, tmp_path / "logs", tmp_path)
         assert not host.has_ended(0.0)
