@@ -1,6 +1,6 @@
 """The process that talks to MLflow: `python -m rankzero.tracking.courier`.
 
-It is apart from the recorder, which must sample on time: importing mlflow takes seconds of
+It is apart from the recorder, which must sample on time: importing mlflow takes about a second of
 processor time, and this process leaves it to the training (`throttle`).
 """
 
